@@ -1,0 +1,32 @@
+"""Reshard Qwen3.5 / Qwen3-VL MoE checkpoints into per-pipeline-stage bundles, byte for byte.
+
+    checkpoint = open_checkpoint("Qwen3.5-35B-A3B")
+    plan = build_plan(checkpoint, pp_size=4, engine="sglang")
+    split(plan, "Qwen3.5-35B-A3B-pp4")
+
+Importing this package imports no torch; `docs/api.md` describes every function.
+"""
+
+from reshard.bundle import BundleSet
+from reshard.checkpoint import Checkpoint, open_checkpoint
+from reshard.errors import ReshardError
+from reshard.merge import merge
+from reshard.names import get_layer_id
+from reshard.plan import ReshardPlan, build_plan
+from reshard.pull import pull
+from reshard.split import split
+from reshard.version import __version__
+
+__all__ = [
+    "BundleSet",
+    "Checkpoint",
+    "ReshardError",
+    "ReshardPlan",
+    "__version__",
+    "build_plan",
+    "get_layer_id",
+    "merge",
+    "open_checkpoint",
+    "pull",
+    "split",
+]

@@ -1,0 +1,114 @@
+"""Reading a bundle set: its root, one of its stage directories, or a flat directory of stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import BundleError, quoted, storage_errors
+from reshard.header import SafetensorsHeader
+from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
+from reshard.source import LocalSource, Source, read_header
+
+PARTIAL_NAME = ".reshard-partial"
+"""The directory in an unfinished output that holds its lock and its journal."""
+
+
+def stage_directory(stage: int, pp_size: int) -> str:
+    """`stage-02-of-04`: numbered from 0, as pipeline ranks are."""
+    return f"stage-{stage:02d}-of-{pp_size:02d}"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleSet:
+    """A directory with a manifest, and the files that it names."""
+
+    source: LocalSource
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path) -> BundleSet:
+        """Open a directory that holds a finished set. Raises `BundleError` where it holds none."""
+        source = LocalSource(path)
+        if MANIFEST_NAME not in source.files():
+            if PARTIAL_NAME in source.directories():
+                raise BundleError(
+                    f"{quoted(str(path))} is an unfinished output: it has no {MANIFEST_NAME} yet",
+                    hint="run the command that began it again; it continues where it stopped",
+                )
+            raise BundleError(
+                f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
+                hint="give the output directory of reshard split or pull, or one of its stages",
+            )
+        return cls.from_source(source)
+
+    @classmethod
+    def from_source(cls, source: LocalSource) -> BundleSet:
+        """Read the manifest at the top level of a source that has one."""
+        raw = source.read(MANIFEST_NAME, 0, source.stamp(MANIFEST_NAME).size)
+        return cls(source, Manifest.parse(raw, MANIFEST_NAME))
+
+    def directory_of(self, stage: int) -> str:
+        """Where the files of a present stage lie: its directory, or `` for the set itself."""
+        name = stage_directory(stage, self.manifest.pp_size)
+        return name if name in self.source.directories() else ""
+
+    def path_of(self, stage: int, file: str) -> str:
+        """The path of a present stage's file, relative to the set."""
+        directory = self.directory_of(stage)
+        return f"{directory}/{file}" if directory else file
+
+    def locate(self) -> dict[str, str]:
+        """Every present weight file, once: its name -> its path in the lowest stage that has it."""
+        paths: dict[str, str] = {}
+        for stage in self.manifest.present:
+            for file in self.manifest.stages[stage].files:
+                paths.setdefault(file.name, self.path_of(stage, file.name))
+        return paths
+
+    def header(self, path: str, record: FileRecord) -> SafetensorsHeader:
+        """The header of one of its weight files; see `checked_header`."""
+        return checked_header(self.source, path, record)
+
+    def intact_stages(self) -> tuple[int, ...]:
+        """The present stages whose files are all there, in their size."""
+
+        def intact(stage: int) -> bool:
+            sizes = {f.name: f.bytes for f in self.manifest.stages[stage].files}
+            paths = {self.source.root / self.path_of(stage, name): n for name, n in sizes.items()}
+            own_manifest = self.source.root / self.path_of(stage, MANIFEST_NAME)
+            with storage_errors(self.source.root):
+                return own_manifest.is_file() and all(
+                    path.is_file() and path.stat().st_size == size for path, size in paths.items()
+                )
+
+        return tuple(stage for stage in self.manifest.present if intact(stage))
+
+    def require_all_stages(self, purpose: str) -> None:
+        """Raise `BundleError` unless every stage is present."""
+        missing = sorted(set(range(self.manifest.pp_size)) - set(self.manifest.present))
+        if missing:
+            raise BundleError(
+                f"stages {', '.join(map(str, missing))} are not here, and {purpose} needs all",
+                hint="split or pull the missing stages into the same directory first",
+            )
+
+
+def checked_header(source: Source, path: str, record: FileRecord) -> SafetensorsHeader:
+    """The header of a weight file, proved to be the one that its record describes.
+
+    Raises `BundleError` where size or header differ, `CheckpointError` where the file is missing.
+    """
+    size = source.stamp(path).size
+    if size != record.bytes:
+        raise BundleError(
+            f"{quoted(path)}: {size:,} bytes, the manifest says {record.bytes:,}",
+            hint="the file was truncated or replaced; fetch or split this stage again",
+        )
+    header = read_header(source, path)
+    if header.sha256 != record.header_sha256:
+        raise BundleError(
+            f"{quoted(path)}: its header is not the one in the manifest",
+            hint="the file belongs to another set or was changed; fetch or split it again",
+        )
+    return header

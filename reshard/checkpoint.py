@@ -1,0 +1,192 @@
+"""A checkpoint, opened: every tensor recognised and assigned to its component, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.bundle import BundleSet
+from reshard.config import ModelConfig
+from reshard.errors import BundleError, CheckpointError, UsageError, quoted
+from reshard.header import SafetensorsHeader, TensorInfo
+from reshard.layout import ExpertLayouts, expert_layouts
+from reshard.manifest import MANIFEST_NAME
+from reshard.names import KINDS, Component, component_of
+from reshard.shards import Shards, read_shards
+from reshard.source import LocalSource, Source, sample
+from reshard.strict_json import digest, parse_object
+
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".msgpack",
+    ".h5",
+    ".index.json",
+)
+_NOT_CARRIED = (".git", ".cache", ".reshard", "reshard.json", "README.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    `components` maps every component to its tensors; `headers` are the files that they are read
+    from; `left_out` are tensors that no index lists and no component knows; `gaps` says what a
+    complete model would have and this one lacks; `bundle` is set where the source is an output of
+    reshard.
+    """
+
+    source: Source
+    config: ModelConfig
+    components: Mapping[Component, tuple[TensorInfo, ...]]
+    headers: tuple[SafetensorsHeader, ...]
+    layouts: ExpertLayouts
+    left_out: tuple[TensorInfo, ...]
+    side_files: tuple[str, ...]
+    gaps: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    bundle: BundleSet | None
+
+    @property
+    def tensor_count(self) -> int:
+        return sum(len(tensors) for tensors in self.components.values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(t.nbytes for tensors in self.components.values() for t in tensors)
+
+    def fingerprint(self) -> str:
+        """Identifies the source: file names, sizes, headers and a sample of the data.
+
+        An output of reshard has the fingerprint of the checkpoint it was made from.
+        """
+        if self.bundle is not None:
+            return self.bundle.manifest.source.fingerprint
+        facts = [[h.file, h.size, h.sha256, sample(self.source, h)] for h in self.headers]
+        return digest(sorted(facts))
+
+
+def open_checkpoint(
+    path: str | Path, *, include_files: Sequence[str] = (), ignore_files: Sequence[str] = ()
+) -> Checkpoint:
+    """Open a checkpoint directory, or a set of stage bundles, reading headers only.
+
+    `include_files`, `ignore_files`: weight files beside the index to take what is new from, or to
+    leave alone. Raises a `ReshardError` for anything that is not a checkpoint of a supported model
+    in which every tensor is recognised: `CheckpointError`, `UnsupportedModelError`,
+    `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`.
+    """
+    source = LocalSource(Path(path))
+    config = _read_config(source)
+    if MANIFEST_NAME in source.files():
+        if include_files or ignore_files:
+            raise UsageError("--include-file and --ignore-file do not apply to a set of bundles")
+        bundle = BundleSet.from_source(source)
+        shards = _read_bundle(bundle, config)
+        side_files = tuple(side.name for side in bundle.manifest.side_files)
+    else:
+        bundle = None
+        shards = read_shards(source, config, include_files, ignore_files)
+        side_files = _side_files(source, shards)
+    if not shards.tensors:
+        raise CheckpointError(f"{quoted(str(path))} holds no tensors")
+    components = _by_component(shards, config)
+    layouts = expert_layouts(shards.tensors.values(), config)
+    excluded = {e.name for e in bundle.manifest.excluded} if bundle else set()
+    if (
+        config.family.has_visual
+        and not excluded & {"visual"}
+        and Component("visual") not in components
+    ):
+        shards.warnings.append(
+            f"{config.model_type} without model.visual.*: engines leave the vision tower unloaded"
+        )
+    return Checkpoint(
+        source=source,
+        config=config,
+        components=components,
+        headers=tuple(shards.headers),
+        layouts=layouts,
+        left_out=tuple(shards.left_out),
+        side_files=side_files,
+        gaps=tuple(_gaps(components, config)),
+        warnings=(*config.warnings, *shards.warnings, *layouts.warnings),
+        notes=tuple(shards.notes),
+        bundle=bundle,
+    )
+
+
+def _read_config(source: Source) -> ModelConfig:
+    if "config.json" not in source.files():
+        raise CheckpointError(
+            "config.json is missing", hint="give the directory of a Hugging Face checkpoint"
+        )
+    raw = source.read("config.json", 0, source.stamp("config.json").size)
+    return ModelConfig.from_json(
+        parse_object(raw, "config.json", CheckpointError),
+        hf_quant_config="hf_quant_config.json" in source.files(),
+    )
+
+
+def _read_bundle(bundle: BundleSet, config: ModelConfig) -> Shards:
+    """The tensors of the present stages, each once, each in the file of its component."""
+    shards = Shards()
+    records = bundle.manifest.files()
+    for name, path in bundle.locate().items():
+        header = bundle.header(path, records[name])
+        shards.headers.append(header)
+        for tensor in header.tensors:
+            if component_of(tensor.name, config) != records[name].component:
+                raise BundleError(
+                    f"{quoted(path)} holds {quoted(tensor.name)}, which does not belong there",
+                    hint="the set was not written by reshard, or config.json was changed",
+                )
+            shards.add(tensor)
+    return shards
+
+
+def _by_component(shards: Shards, config: ModelConfig) -> dict[Component, tuple[TensorInfo, ...]]:
+    """Components in the order of KINDS and layers."""
+    groups: dict[Component, list[TensorInfo]] = {}
+    for tensor in shards.tensors.values():
+        component = component_of(tensor.name, config)
+        assert component is not None, "unknown names were refused"
+        groups.setdefault(component, []).append(tensor)
+    order = sorted(groups, key=lambda c: (KINDS.index(c.kind), c.layer_id or 0))
+    return {component: tuple(groups[component]) for component in order}
+
+
+def _side_files(source: Source, shards: Shards) -> tuple[str, ...]:
+    """Everything at the top level that is neither weights nor about the repository itself."""
+    if source.directories():
+        names = ", ".join(quoted(name) for name in source.directories()[:10])
+        shards.notes.append(f"sub-directories are not carried along: {names}")
+    return tuple(
+        file
+        for file in source.files()
+        if not file.lower().endswith(_WEIGHT_SUFFIXES) and not file.startswith(_NOT_CARRIED)
+    )
+
+
+def _gaps(components: Mapping[Component, tuple[TensorInfo, ...]], config: ModelConfig) -> list[str]:
+    """What a complete model has and this checkpoint lacks."""
+    gaps = []
+    layers = range(config.num_hidden_layers)
+    missing = [str(n) for n in layers if Component("layer", n) not in components]
+    if missing:
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        gaps.append(f"no tensors of layers {', '.join(missing[:10])}{more}, of {len(layers)}")
+    if Component("embed") not in components:
+        gaps.append(f"no {config.family.language_prefix}embed_tokens")
+    head = [tensor.name for tensor in components.get(Component("head"), ())]
+    if not any(name.startswith(config.family.language_prefix) for name in head):
+        gaps.append(f"no {config.family.language_prefix}norm (the final norm)")
+    if not config.tied and not any(name.startswith("lm_head.") for name in head):
+        gaps.append("no lm_head, and config.json does not tie it to the embedding")
+    return gaps

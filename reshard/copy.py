@@ -1,0 +1,242 @@
+"""Getting files into an output: linked where the same bytes exist, else copied range by range."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from threading import Event
+from typing import TypeVar
+
+from reshard.errors import BundleError, StorageError, quoted, storage_errors
+from reshard.header import TensorInfo, encode_header
+from reshard.output import OutputDirectory, check_space
+from reshard.progress import Progress
+from reshard.source import LocalSource, Range, Source
+
+MAX_JOBS = 8
+
+_FICLONE = 0x40049409  # linux/fs.h: share a whole file's blocks (btrfs, XFS)
+_NO_LINK = (
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.ENOTTY,
+    errno.EINVAL,
+)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class _Stopped(Exception):
+    """Another file failed, or the user interrupted: this one ends quietly."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """One file to bring into an output.
+
+    It is either new and canonical, with `tensors` in their order, or has the same bytes as the
+    existing file `same_as`. `sha256` is its checksum where that is known.
+    """
+
+    path: str
+    size: int
+    tensors: tuple[TensorInfo, ...] = ()
+    same_as: Path | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTask:
+    """A file that is in place. `how`: written, linked, reflinked, copied or reused."""
+
+    path: str
+    how: str
+    sha256: str | None
+
+
+def default_jobs() -> int:
+    """The cores that this process may use, at most `MAX_JOBS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, MAX_JOBS)
+
+
+def run_tasks(
+    tasks: Sequence[FileTask],
+    source: Source,
+    output: OutputDirectory,
+    *,
+    jobs: int,
+    checksums: bool,
+    progress: Progress,
+    label: str,
+) -> dict[str, FinishedTask]:
+    """Bring files into an output, the largest first, `jobs` at a time; results by path.
+
+    Raises `OutputError` where the disk has too little room for what cannot be linked. Where one
+    file fails, the others stop, and what is finished stays for a later run.
+    """
+    finished: dict[str, FinishedTask] = {}
+    todo = []
+    for task in tasks:
+        reused = output.reusable(task.path, task.size, checksum=checksums)
+        if reused is None:
+            todo.append(task)
+        else:
+            finished[task.path] = FinishedTask(task.path, "reused", reused.sha256)
+            progress.finish_file(task.path, "reused")
+    todo.sort(key=lambda task: (-task.size, task.path))
+    to_copy = sum(task.size for task in todo if not _may_link(task, output.root))
+    check_space(output.root, to_copy)
+    progress.start(label, to_copy)
+
+    def bring(task: FileTask, stop: Event) -> FinishedTask:
+        done = _bring(task, source, output, checksums, stop, progress)
+        output.record(task.path, done.sha256)
+        progress.finish_file(task.path, done.how)
+        return done
+
+    for done in in_parallel(bring, todo, jobs):
+        finished[done.path] = done
+    return finished
+
+
+def in_parallel(work: Callable[[_T, Event], _R], items: Iterable[_T], jobs: int) -> Iterator[_R]:
+    """Results of `work` on each item, `jobs` threads at a time, as they come.
+
+    When one raises, or the caller is interrupted, the event is set and the rest is given up.
+    """
+    stop = Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(work, item, stop) for item in items]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def watched(pieces: Iterable[memoryview], stop: Event, progress: Progress) -> Iterator[memoryview]:
+    """The pieces, reported to `progress`, until `stop` is set."""
+    for piece in pieces:
+        if stop.is_set():
+            raise _Stopped
+        yield piece
+        progress.advance(len(piece))
+
+
+def tensor_ranges(tensors: Iterable[TensorInfo]) -> list[Range]:
+    """Where the data of `tensors` lies, neighbours in one file merged."""
+    ranges: list[Range] = []
+    for tensor in tensors:
+        last = ranges[-1] if ranges else None
+        if last is not None and (last.file, last.end) == (tensor.file, tensor.begin):
+            ranges[-1] = last._replace(end=tensor.end)
+        elif tensor.nbytes:
+            ranges.append(Range(tensor.file, tensor.begin, tensor.end))
+    return ranges
+
+
+def _may_link(task: FileTask, root: Path) -> bool:
+    if task.same_as is None:
+        return False
+    with storage_errors(task.same_as):
+        return os.stat(task.same_as).st_dev == os.stat(root).st_dev
+
+
+def _bring(
+    task: FileTask,
+    source: Source,
+    output: OutputDirectory,
+    checksums: bool,
+    stop: Event,
+    progress: Progress,
+) -> FinishedTask:
+    if stop.is_set():
+        raise _Stopped
+    if task.same_as is None:
+        header = memoryview(encode_header(task.tensors))
+        data = source.read_many(tensor_ranges(task.tensors))
+        pieces = watched(chain([header], data), stop, progress)
+        sha256 = write_pieces(task.path, pieces, output, checksums)
+        return FinishedTask(task.path, "written", sha256)
+    how = _link(task.same_as, task.path, output)
+    sha256 = task.sha256
+    if how is not None and (sha256 is not None or not checksums):
+        return FinishedTask(task.path, how, sha256)
+    whole = Range(task.same_as.name, 0, task.size)
+    pieces = watched(LocalSource(task.same_as.parent).read_many([whole]), stop, progress)
+    if how is not None:
+        return FinishedTask(task.path, how, hash_pieces(pieces))
+    sha256 = write_pieces(task.path, pieces, output, checksums or task.sha256 is not None)
+    if None not in (sha256, task.sha256) and sha256 != task.sha256:
+        raise BundleError(
+            f"{quoted(str(task.same_as))}: its sha256 is {sha256}, the manifest says {task.sha256}",
+            hint="the file is damaged; fetch or split it again",
+        )
+    return FinishedTask(task.path, "copied", sha256)
+
+
+def hash_pieces(pieces: Iterable[memoryview]) -> str:
+    """sha256 of the pieces, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_pieces(
+    path: str, pieces: Iterable[memoryview], output: OutputDirectory, checksum: bool
+) -> str | None:
+    """Write a new file, durably; its sha256 is that of the bytes as they were copied."""
+    digest = hashlib.sha256() if checksum else None
+    with output.create(path) as temporary:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666)
+        try:
+            for piece in pieces:
+                if digest is not None:
+                    digest.update(piece)
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return digest.hexdigest() if digest else None
+
+
+def _link(existing: Path, path: str, output: OutputDirectory) -> str | None:
+    """Hard-link a file, or share its blocks; None where the file system can do neither."""
+    for how, make in (("linked", _hard_link), ("reflinked", _reflink)):
+        try:
+            with output.create(path) as temporary:
+                make(existing, temporary)
+            return how
+        except StorageError as error:
+            if error.errno not in _NO_LINK:
+                raise
+    return None
+
+
+def _hard_link(existing: Path, new: Path) -> None:
+    if existing.is_symlink():  # a Hub cache: its blobs are not ours to share
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+    os.link(existing, new)
+
+
+def _reflink(existing: Path, new: Path) -> None:
+    with open(existing, "rb") as old, open(new, "xb") as file:
+        fcntl.ioctl(file, _FICLONE, old.fileno())
+        os.fsync(file.fileno())

@@ -1,0 +1,65 @@
+"""Turning a set back into one ordinary checkpoint: one file per layer and component, flat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.bundle import BundleSet
+from reshard.copy import default_jobs, run_tasks
+from reshard.errors import storage_errors
+from reshard.finish import Outcome, finish_directory, index_of
+from reshard.index import INDEX_NAME, encode_index
+from reshard.output import OutputDirectory, check_apart, check_usable
+from reshard.progress import Progress, Silent
+from reshard.pull import link_tasks
+from reshard.source import LocalSource
+
+
+def merge(
+    bundle: BundleSet,
+    dest: str | Path,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Write every tensor of a set once into the directory `dest`, with the side files and an index.
+
+    Files are linked where the file system allows it, else copied and checked. What the set
+    excluded stays excluded. Raises `BundleError` where a stage or a file is missing or is not what
+    the manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
+    """
+    root = Path(dest)
+    check_apart(root, bundle.source.root)
+    bundle.require_all_stages("a merge")
+    records = bundle.manifest.files()
+    tasks = link_tasks(bundle, set(records))
+    if _is_merged(root, bundle):
+        return Outcome(root, bundle.manifest, {})
+    check_usable(root)
+    begun_as = {"command": "merge", "set": bundle.manifest.set_id}
+    with OutputDirectory.hold(root, begun_as) as output:
+        done = run_tasks(
+            tasks,
+            bundle.source,
+            output,
+            jobs=jobs or default_jobs(),
+            checksums=False,
+            progress=progress or Silent(),
+            label="merge",
+        )
+        index = index_of(LocalSource(root), records)
+        finish_directory(output, "", bundle.source, bundle.manifest, *index, with_manifest=False)
+    return Outcome.of(root, bundle.manifest, done.values())
+
+
+def _is_merged(root: Path, bundle: BundleSet) -> bool:
+    """Whether `root` holds this very set merged: nothing is left to do then."""
+    with storage_errors(root):
+        index = root / INDEX_NAME
+        names = bundle.manifest.files()
+        if not index.is_file() or not all((root / name).is_file() for name in names):
+            return False
+        source = LocalSource(root)
+        if any(source.stamp(name).size != record.bytes for name, record in names.items()):
+            return False
+        return index.read_bytes() == encode_index(*index_of(source, names))

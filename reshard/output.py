@@ -1,0 +1,271 @@
+"""The directory that a run writes: who may write it, what is there, how files get their names.
+
+Files appear under their final names complete and durable, or not at all. What a run has finished is
+written to a journal, so that a later run of the same plan continues where this one stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from reshard.bundle import PARTIAL_NAME
+from reshard.errors import OutputError, UsageError, quoted, storage_errors
+from reshard.manifest import MANIFEST_NAME
+from reshard.source import FileStamp
+
+_TEMPORARY = ".reshard-tmp-"
+_STAGE = re.compile(r"stage-[0-9]+-of-[0-9]+")
+_NUMBERS = itertools.count()
+_DIRECTORY_MAY_HOLD = {"lost+found"}
+
+
+def check_apart(out: Path, source: Path) -> None:
+    """Raise `OutputError` where `out` is `source`, lies inside it or around it, links resolved."""
+    with storage_errors(out):
+        out, source = out.resolve(), source.resolve()
+        for path, other, how in (
+            (out, source, "is inside the source"),
+            (source, out, "contains the source"),
+        ):
+            for ancestor in (path, *path.parents):
+                if ancestor.exists() and other.exists() and ancestor.samefile(other):
+                    how = "is the source itself" if ancestor == path else how
+                    raise OutputError(
+                        f"{quoted(str(out))} {how}; nothing was written",
+                        hint="choose a directory outside the checkpoint",
+                    )
+
+
+def check_usable(out: Path) -> None:
+    """Raise `UsageError` unless `out` is new, empty, or an output of reshard."""
+    with storage_errors(out):
+        if out.is_symlink() and not out.exists():
+            raise UsageError(f"{quoted(str(out))} is a broken link")
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise UsageError(f"{quoted(str(out))} is a file, not a directory")
+        names = {entry.name for entry in os.scandir(out)}
+    if names - _DIRECTORY_MAY_HOLD and not names & {MANIFEST_NAME, PARTIAL_NAME}:
+        raise UsageError(
+            f"{quoted(str(out))} is not empty, and not an output of reshard",
+            hint="choose a new directory",
+        )
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raise `OutputError` where the file system of `out` has less than `needed` bytes free."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    with storage_errors(existing):
+        status = os.statvfs(existing)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise OutputError(
+            f"{quoted(str(out))}: {needed:,} bytes are needed, {free:,} are free",
+            hint="free some space, choose another disk, or split some stages only with --stage",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """A line of the journal: a file of the output, as it was when it was finished."""
+
+    sha256: str | None
+    stamp: FileStamp
+
+
+class OutputDirectory:
+    """An output while one run holds its lock. Paths are relative to `root`, with `/`."""
+
+    def __init__(self, root: Path, partial: Path, finished: dict[str, FinishedFile]) -> None:
+        self.root = root
+        self._partial = partial
+        self._finished = finished
+        self._journal_lock = Lock()
+
+    @classmethod
+    @contextmanager
+    def hold(cls, root: Path, begun_as: Mapping[str, Any]) -> Iterator[OutputDirectory]:
+        """Lock `root`, creating it, for a run that `begun_as` identifies.
+
+        An unfinished run is continued if it was begun as the same, else refused with `OutputError`;
+        so is a second process. When the block ends well, the journal and the lock are removed.
+        """
+        partial = root / PARTIAL_NAME
+        with storage_errors(root):
+            partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial / "lock"):
+            journal = partial / "journal"
+            finished = _read_journal(journal, begun_as)
+            if finished is None:
+                finished = {}
+                with storage_errors(journal):
+                    _append(journal, dict(begun_as))
+            output = cls(root, partial, finished)
+            output._remove_temporaries()
+            yield output
+            with storage_errors(partial):
+                shutil.rmtree(partial)
+
+    def reusable(self, path: str, size: int, *, checksum: bool) -> FinishedFile | None:
+        """The journal's word on a file that was finished and that nobody touched since."""
+        finished = self._finished.get(path)
+        if finished is None or finished.stamp.size != size:
+            return None
+        if checksum and finished.sha256 is None:
+            return None
+        with suppress(FileNotFoundError), storage_errors(self.root / path):
+            status = os.lstat(self.root / path)
+            return finished if FileStamp.of(status) == finished.stamp else None
+        return None
+
+    def record(self, path: str, sha256: str | None) -> None:
+        """Write to the journal that a file is finished."""
+        with storage_errors(self.root / path):
+            stamp = FileStamp.of(os.lstat(self.root / path))
+            line = {"file": path, "sha256": sha256, "stamp": list(stamp)}
+            with self._journal_lock:
+                _append(self._partial / "journal", line)
+
+    def make_directory(self, directory: str) -> None:
+        """Create a directory of the output. A link in its place could lead anywhere: refused."""
+        path = self.root / directory
+        with storage_errors(path):
+            if path.is_symlink():
+                raise OutputError(
+                    f"{quoted(str(path))} is a link; reshard writes inside its output only",
+                    hint="remove the link",
+                )
+            path.mkdir(exist_ok=True)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Path]:
+        """A name for a new file beside `path`; when the block ends well, it is renamed to `path`.
+
+        The block must make the file and its content durable. Otherwise it is removed.
+        """
+        target = self.root / path
+        temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_NUMBERS)}")
+        with storage_errors(target):
+            try:
+                yield temporary
+                os.rename(temporary, target)
+            finally:
+                # Also after the rename: of two links to one file, rename leaves both.
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file."""
+        with self.create(path) as temporary, open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sync_directory(self, directory: str) -> None:
+        """Make the names in a directory durable."""
+        path = self.root / directory
+        with storage_errors(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _remove_temporaries(self) -> None:
+        """What a killed run was writing."""
+        with storage_errors(self.root):
+            directories = [self.root]
+            directories += [
+                path
+                for path in self.root.iterdir()
+                if _STAGE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            ]
+            for directory in directories:
+                for path in directory.glob(f"{_TEMPORARY}*"):
+                    path.unlink()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; it is released by death. A second process is refused."""
+    with storage_errors(path):
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A run that ends removes the file: the lock must be on the one that is there now.
+                if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
+            except OSError as error:
+                holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
+                os.close(descriptor)
+                raise _not_locked(path, error, holder) from None
+            os.close(descriptor)
+            path.parent.mkdir(exist_ok=True)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _not_locked(path: Path, error: OSError, holder: str) -> OutputError:
+    out = quoted(str(path.parent.parent))
+    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        return OutputError(
+            f"{out} is being written by another run ({quoted(holder) or 'unknown'})",
+            hint="wait for it to end, or stop it",
+        )
+    return OutputError(
+        f"{out}: the file system does not support locks ({error.strerror})",
+        hint="write to a local disk and copy the result, or mount the file system with locks",
+    )
+
+
+def _append(journal: Path, line: Mapping[str, Any]) -> None:
+    with open(journal, "ab") as file:
+        file.write(json.dumps(line).encode("utf-8") + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_journal(journal: Path, begun_as: Mapping[str, Any]) -> dict[str, FinishedFile] | None:
+    """The finished files of an earlier run, or None where there was none."""
+    with storage_errors(journal):
+        if not journal.exists():
+            return None
+        content = journal.read_bytes()
+    # A killed run may have left half a line at the end; only whole lines count.
+    lines = [json.loads(line) for line in content.split(b"\n")[:-1]]
+    if not lines:
+        return None
+    for key, value in begun_as.items():
+        if lines[0].get(key) != value:
+            raise OutputError(
+                f"{quoted(str(journal.parent.parent))} was begun with another {key}: "
+                f"{_shown(lines[0].get(key))}, now {_shown(value)}",
+                hint="finish it as it was begun, or choose another output directory "
+                "(or remove this one)",
+            )
+    return {
+        line["file"]: FinishedFile(line["sha256"], FileStamp(*line["stamp"])) for line in lines[1:]
+    }
+
+
+def _shown(value: Any) -> str:
+    return quoted(value if isinstance(value, str) else json.dumps(value))

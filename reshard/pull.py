@@ -1,0 +1,102 @@
+"""Taking stages out of a set: an ordinary model directory with exactly those stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from reshard.bundle import PARTIAL_NAME, BundleSet
+from reshard.copy import FileTask, default_jobs, run_tasks
+from reshard.errors import BundleError, OutputError, quoted
+from reshard.finish import Outcome, finish_directory, index_of
+from reshard.manifest import MANIFEST_NAME, Manifest
+from reshard.output import OutputDirectory, check_apart, check_usable
+from reshard.progress import Progress, Silent
+from reshard.source import LocalSource
+
+
+def pull(
+    bundle: BundleSet,
+    dest: str | Path,
+    stages: Sequence[int],
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Make `dest` a flat model directory with the given stages of a set, beside those it has.
+
+    Files are linked where the file system allows it, else copied and checked against the
+    manifest. Raises `BundleError` where the set lacks a stage or a file, or a file is not what the
+    manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
+    """
+    root = Path(dest)
+    check_apart(root, bundle.source.root)
+    check_usable(root)
+    absent = sorted(set(stages) - set(bundle.manifest.present))
+    if absent:
+        raise BundleError(
+            f"stages {', '.join(map(str, absent))} are not in {quoted(str(bundle.source.root))}; "
+            f"it has {', '.join(map(str, bundle.manifest.present))}",
+            hint="split these stages first: reshard split ... --stage K",
+        )
+    there = _pulled_set(root, bundle.manifest)
+    intact = there.intact_stages() if there else ()
+    wanted = [stage for stage in stages if stage not in intact]
+    if there and not wanted and not (root / PARTIAL_NAME).exists():
+        return Outcome(root, there.manifest, {})
+    known = {file.name for stage in intact for file in bundle.manifest.stages[stage].files}
+    needed = {file.name for stage in wanted for file in bundle.manifest.stages[stage].files} - known
+    tasks = link_tasks(bundle, needed)
+    begun_as = {"command": "pull", "set": bundle.manifest.set_id}
+    with OutputDirectory.hold(root, begun_as) as output:
+        done = run_tasks(
+            tasks,
+            bundle.source,
+            output,
+            jobs=jobs or default_jobs(),
+            checksums=False,
+            progress=progress or Silent(),
+            label="pull",
+        )
+        sha256 = {f.name: f.sha256 for f in there.manifest.files().values()} if there else {}
+        sha256 |= {path: task.sha256 for path, task in done.items()}
+        present = tuple(sorted({*wanted, *intact}))
+        seen = bundle.manifest.seen_from(present, sha256, root=False)
+        finish_directory(
+            output, "", bundle.source, seen, *index_of(LocalSource(root), seen.files())
+        )
+    return Outcome.of(root, seen, done.values())
+
+
+def link_tasks(bundle: BundleSet, names: set[str]) -> list[FileTask]:
+    """Bring files of a set, by name, into a flat directory; each is checked by size and header."""
+    tasks = []
+    records = bundle.manifest.files()
+    for name, path in bundle.locate().items():
+        if name in names:
+            bundle.header(path, records[name])
+            size, sha256 = records[name].bytes, records[name].sha256
+            existing = bundle.source.root / path
+            tasks.append(FileTask(name, size, same_as=existing, sha256=sha256))
+    return tasks
+
+
+def _pulled_set(root: Path, manifest: Manifest) -> BundleSet | None:
+    """The stages that are there already; refused unless they are flat and of this set."""
+    if not (root / MANIFEST_NAME).exists():
+        return None
+    there = BundleSet.open(root)
+    flat = all(there.directory_of(stage) == "" for stage in there.manifest.present)
+    if there.manifest.local is not None or not flat:
+        raise OutputError(
+            f"{quoted(str(root))} is the root of a set, not a directory of pulled stages",
+            hint="choose another directory",
+        )
+    differences = there.manifest.differences(manifest)
+    if differences:
+        raise OutputError(
+            f"{quoted(str(root))} holds stages of another set; it differs in "
+            f"{', '.join(differences)}",
+            hint="choose another directory",
+        )
+    return there

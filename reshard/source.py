@@ -1,0 +1,263 @@
+"""Where a checkpoint's bytes come from: the protocol, and the local directory.
+
+Nothing here writes. A source is read by name, below its root only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from reshard.errors import (
+    CheckpointError,
+    ReshardError,
+    SourceChangedError,
+    quoted,
+    storage_errors,
+)
+from reshard.header import PROBE, SafetensorsHeader, header_size, parse_header
+
+CHUNK = 1 << 20
+"""Bytes moved at a time: measured best, and all the memory that a copy needs."""
+
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+_SAMPLE_ALL_BELOW = 65536
+
+_STAGE_DIRECTORY = re.compile(r"stage-[0-9]{2,}-of-[0-9]{2,}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Range(NamedTuple):
+    """The bytes `begin` to `end` of a file of a source."""
+
+    file: str
+    begin: int
+    end: int
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file's content is replaced."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class Source(Protocol):
+    """What reshard asks of the place where a checkpoint lies."""
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """What the manifest records: `directory`, or `repo` and `commit`."""
+
+    def files(self) -> Sequence[str]:
+        """Names of the files at the top level, sorted."""
+
+    def directories(self) -> Sequence[str]:
+        """Names of the directories at the top level, sorted."""
+
+    def stamp(self, file: str) -> FileStamp:
+        """The file as it was when it was first asked for."""
+
+    def read(self, file: str, begin: int, end: int) -> bytes:
+        """Exactly the bytes `begin` to `end`."""
+
+    def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        """The bytes of all ranges, one after the other, in pieces of up to `CHUNK` bytes.
+
+        A piece is valid until the next one is asked for.
+        """
+
+    def published_sha256(self, file: str) -> str | None:
+        """The checksum that the publisher gave for a file, where it is on record."""
+
+
+class LocalSource:
+    """A directory: a checkpoint, a Hugging Face cache snapshot, or an output of reshard.
+
+    Links are followed when they end at regular files. A file that changes between its first use
+    and any later one raises `SourceChangedError`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        with storage_errors(root):
+            if not root.is_dir():
+                kind = "is not a directory" if root.exists() else "no such directory"
+                raise CheckpointError(
+                    f"{quoted(str(root))}: {kind}",
+                    hint="give the directory of a checkpoint; "
+                    "a Hub repository can be fetched with: hf download ORG/NAME --local-dir DIR",
+                )
+            entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+            self._directories = tuple(entry.name for entry in entries if entry.is_dir())
+        self._files = tuple(e.name for e in entries if e.name not in set(self._directories))
+        self._stamps: dict[str, FileStamp] = {}
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        root = self.root.resolve()
+        cache = root.parent.parent.name
+        if root.parent.name == "snapshots" and cache.startswith("models--"):
+            repo = cache.removeprefix("models--").replace("--", "/")
+            if _COMMIT.fullmatch(root.name):
+                return {"repo": repo, "commit": root.name}
+        return {"directory": root.name}
+
+    def files(self) -> Sequence[str]:
+        return self._files
+
+    def directories(self) -> Sequence[str]:
+        return self._directories
+
+    def stamp(self, file: str) -> FileStamp:
+        if file not in self._stamps:
+            os.close(self._open(file))
+        return self._stamps[file]
+
+    def read(self, file: str, begin: int, end: int) -> bytes:
+        return b"".join(bytes(piece) for piece in self.read_many([Range(file, begin, end)]))
+
+    def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(CHUNK))
+        filled = 0
+        descriptors: dict[str, int] = {}
+        try:
+            for file, begin, end in ranges:
+                if file not in descriptors:
+                    descriptors[file] = self._open(file)
+                position = begin
+                while position < end:
+                    room = buffer[filled : filled + min(CHUNK - filled, end - position)]
+                    with storage_errors(self.root / file):
+                        count = os.preadv(descriptors[file], [room], position)
+                    if count == 0:
+                        raise self._changed(file)
+                    filled += count
+                    position += count
+                    if filled == CHUNK:
+                        yield buffer
+                        filled = 0
+            if filled:
+                yield buffer[:filled]
+            for file, descriptor in descriptors.items():
+                self._check_unchanged(file, os.fstat(descriptor))
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+    def published_sha256(self, file: str) -> str | None:
+        """In a Hugging Face cache, a weight file is a link to a blob named by its sha256."""
+        blob = (self.root / file).resolve()
+        named = blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name)
+        return blob.name if named else None
+
+    def _open(self, file: str) -> int:
+        """A descriptor of a regular file that is the one first seen under this name."""
+        path = self.root / file
+        what = quoted(file)
+        with storage_errors(path):
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                if path.is_symlink():
+                    raise CheckpointError(
+                        f"{what} is a broken link",
+                        hint=f"its target {quoted(os.readlink(path))} is missing; "
+                        "download the checkpoint again",
+                    ) from None
+                raise CheckpointError(f"{what}: no such file in {quoted(str(self.root))}") from None
+            # Before opening: opening a FIFO blocks.
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{what} is not a regular file")
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._check_unchanged(file, os.fstat(descriptor))
+        except ReshardError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check_unchanged(self, file: str, status: os.stat_result) -> None:
+        if self._stamps.setdefault(file, FileStamp.of(status)) != FileStamp.of(status):
+            raise self._changed(file)
+
+    def _changed(self, file: str) -> SourceChangedError:
+        return SourceChangedError(
+            f"{quoted(str(self.root / file))} changed while it was being read",
+            hint="wait until nothing writes to the source, then start with a new output directory",
+        )
+
+
+def read_header(source: Source, file: str) -> SafetensorsHeader:
+    """Read and check the header of one file. Raises `HeaderError`; see `header.parse_header`."""
+    size = source.stamp(file).size
+    start = source.read(file, 0, min(size, PROBE))
+    length = header_size(file, start, size)
+    raw = start[:length] + source.read(file, len(start), max(length, len(start)))
+    return parse_header(file, raw, size)
+
+
+def sample(source: Source, header: SafetensorsHeader) -> str:
+    """sha256 over up to 16 pieces of a file's data.
+
+    Checkpoints of one training run have equal names, sizes and headers; this tells them apart
+    without reading them whole.
+    """
+    data = header.size - header.length
+    pieces = [(0, data)]
+    if data > _SAMPLE_ALL_BELOW:
+        last = data - _SAMPLE_BYTES
+        starts = [i * last // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        pieces = [(start, start + _SAMPLE_BYTES) for start in starts]
+    ranges = [Range(header.file, header.length + a, header.length + b) for a, b in pieces]
+    digest = hashlib.sha256()
+    for piece in source.read_many(ranges):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_weight_path(path: str, error: type[ReshardError], where: str, *, in_set: bool) -> None:
+    """Raise `error` unless `path` names a weight file that an index or a manifest may name.
+
+    That is a plain file name ending in `.safetensors`, below a stage directory if `in_set`.
+    """
+    directory, slash, name = path.rpartition("/")
+    ok = (
+        is_plain_name(name)
+        and name.endswith(".safetensors")
+        and (not slash or (in_set and _STAGE_DIRECTORY.fullmatch(directory)))
+    )
+    if not ok:
+        raise error(
+            f"{where}: {quoted(repr(path))} is not an acceptable file name",
+            hint="file names must be plain, without directories, and end in .safetensors",
+        )
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is one part of a path, and can be nothing else."""
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and _encodable(name)
+
+
+def _encodable(name: str) -> bool:
+    try:
+        return len(name.encode("utf-8")) <= 255
+    except UnicodeEncodeError:
+        return False
+
+
+def directory_of(source: Source) -> Path | None:
+    """The local directory of a source, if it has one."""
+    return source.root if isinstance(source, LocalSource) else None

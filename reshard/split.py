@@ -1,0 +1,219 @@
+"""Acting on a plan: the stages of a set appear on disk, the manifest last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.bundle import PARTIAL_NAME, BundleSet, stage_directory
+from reshard.canonical import FilePlan
+from reshard.copy import FileTask, FinishedTask, default_jobs, hash_pieces, run_tasks
+from reshard.errors import OutputError, quoted
+from reshard.finish import Outcome, finish_directory
+from reshard.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    EngineFacts,
+    Manifest,
+    PartitionFacts,
+    SideFile,
+    SourceFacts,
+)
+from reshard.output import OutputDirectory, check_apart, check_usable
+from reshard.plan import ReshardPlan
+from reshard.progress import Progress, Silent
+from reshard.source import LocalSource, Range, Source
+from reshard.version import __version__
+
+
+def split(
+    plan: ReshardPlan,
+    out: str | Path,
+    *,
+    stages: Sequence[int] | None = None,
+    jobs: int | None = None,
+    checksums: bool = True,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Write the bundles of a plan into the directory `out`: all stages, or `stages` only.
+
+    A run that was killed is continued; a stage is added to what is there; a finished set is left
+    as it is. jobs: files written at a time (default: the cores, at most 8). checksums: record the
+    sha256 of every file.
+
+    Raises `UsageError` and `OutputError` where `out` cannot be used, `SourceChangedError` where the
+    source is not what was planned, `StorageError` where reading or writing fails. Then there is no
+    manifest, no half file under a final name, and the same call continues the work.
+    """
+    root = Path(out)
+    source = plan.checkpoint.source
+    if isinstance(source, LocalSource):
+        check_apart(root, source.root)
+    check_usable(root)
+    manifest = plan_manifest(plan)
+    current = _finished_set(root, manifest)
+    intact = current.intact_stages() if current else ()
+    asked = range(plan.pp_size) if stages is None else sorted(set(stages))
+    wanted = tuple(stage for stage in asked if stage not in intact)
+    if current and not wanted and not (root / PARTIAL_NAME).exists():
+        return Outcome(root, current.manifest, {})
+    with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
+        for stage in wanted:
+            output.make_directory(stage_directory(stage, plan.pp_size))
+        new, replicas = _tasks(plan, wanted, intact, root)
+        known = {f.name: f.sha256 for f in current.manifest.files().values()} if current else {}
+        done: dict[str, FinishedTask] = {}
+        for tasks, label in ((new, "split"), (replicas, "replicas")):
+            sha256 = known | {Path(path).name: task.sha256 for path, task in done.items()}
+            done |= run_tasks(
+                [
+                    replace(task, sha256=task.sha256 or sha256.get(Path(task.path).name))
+                    for task in tasks
+                ],
+                source,
+                output,
+                jobs=jobs or default_jobs(),
+                checksums=checksums,
+                progress=progress or Silent(),
+                label=label,
+            )
+        sha256 = known | {Path(path).name: task.sha256 for path, task in done.items()}
+        for stage in wanted:
+            directory = stage_directory(stage, plan.pp_size)
+            paths = {file.name: file.name for file in plan.stages[stage].files}
+            seen = manifest.seen_from((stage,), sha256, root=False)
+            finish_directory(output, directory, source, seen, *_index(plan, paths))
+        present = tuple(sorted({*wanted, *intact}))
+        seen = manifest.seen_from(present, sha256, root=True)
+        finish_directory(output, "", source, seen, *_index(plan, _root_paths(plan, present)))
+    return Outcome.of(root, seen, done.values())
+
+
+def plan_manifest(plan: ReshardPlan) -> Manifest:
+    """The manifest of the whole set that a plan describes, no checksum known yet.
+
+    Reads the side files, and a sample of every weight file for the fingerprint.
+    """
+    checkpoint = plan.checkpoint
+    if checkpoint.bundle is not None:
+        source = checkpoint.bundle.manifest.source
+    else:
+        origin = checkpoint.source.origin
+        source = SourceFacts(
+            directory=origin.get("directory"),
+            repo=origin.get("repo"),
+            commit=origin.get("commit"),
+            fingerprint=checkpoint.fingerprint(),
+        )
+    stamps = {h.file: checkpoint.source.stamp(h.file) for h in checkpoint.headers}
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version=__version__,
+        present=tuple(range(plan.pp_size)),
+        source=source,
+        model=plan.model_facts(),
+        engine=EngineFacts(plan.engine.name, plan.engine.version),
+        partition=PartitionFacts(plan.partition.rule, plan.partition.counts),
+        stages=tuple(stage.record() for stage in plan.stages),
+        excluded=plan.excluded,
+        side_files=tuple(_side_file(checkpoint.source, name) for name in checkpoint.side_files),
+        local={file: (stamp.size, stamp.mtime_ns) for file, stamp in sorted(stamps.items())},
+    )
+
+
+def _finished_set(root: Path, manifest: Manifest) -> BundleSet | None:
+    """The finished set at `root`, if there is one; refused unless it is of this plan and source."""
+    if not (root / MANIFEST_NAME).exists():
+        return None
+    bundle = BundleSet.open(root)
+    current = bundle.manifest
+    where = quoted(str(root))
+    if current.local is None:
+        raise OutputError(
+            f"{where} was not made by reshard split: it was pulled, or is one stage of a set",
+            hint="choose another output directory",
+        )
+    differences = current.differences(manifest)
+    if differences:
+        raise OutputError(
+            f"{where} holds another set; it differs in {', '.join(differences)}",
+            hint="choose another output directory",
+        )
+    if current.local != manifest.local:
+        raise OutputError(
+            f"the files of the source changed since {where} was made from them",
+            hint="choose another output directory; reshard verify --source tells what differs",
+        )
+    return bundle
+
+
+def _begun_as(plan: ReshardPlan, manifest: Manifest) -> dict[str, Any]:
+    """What a run must share with the one whose work it continues."""
+    source = plan.checkpoint.source
+    stamps = {f"state of {h.file}": list(source.stamp(h.file)) for h in plan.checkpoint.headers}
+    return {
+        "command": "split",
+        "engine": plan.engine.name,
+        "partition": list(plan.partition.counts),
+        "exclusions": [exclusion.name for exclusion in plan.excluded],
+        "replicas": [list(stage.replicas) for stage in plan.stages],
+        "source": manifest.source.fingerprint,
+        "set": manifest.set_id,
+        **stamps,
+    }
+
+
+def _tasks(
+    plan: ReshardPlan, wanted: Sequence[int], intact: Sequence[int], root: Path
+) -> tuple[list[FileTask], list[FileTask]]:
+    """The files of the wanted stages: those to make, and those to link to what is there then."""
+    new, replicas = [], []
+
+    def path(stage: int, file: FilePlan) -> str:
+        return f"{stage_directory(stage, plan.pp_size)}/{file.name}"
+
+    for file in plan.files().values():
+        holders = [stage.stage for stage in plan.stages if file in stage.files]
+        targets = [stage for stage in holders if stage in wanted]
+        there = [stage for stage in holders if stage in intact]
+        if targets and not there:
+            there = [targets.pop(0)]
+            new.append(_new_task(plan, path(there[0], file), file))
+        for stage in targets:
+            twin = root / path(there[0], file)
+            replicas.append(FileTask(path(stage, file), file.size, same_as=twin))
+    return new, replicas
+
+
+def _new_task(plan: ReshardPlan, path: str, file: FilePlan) -> FileTask:
+    """A file made of its tensors, or taken whole from a source set that has the very same one."""
+    bundle = plan.checkpoint.bundle
+    if bundle is not None:
+        record = bundle.manifest.files().get(file.name)
+        if record is not None and record.header_sha256 == file.header_sha256:
+            there = bundle.source.root / bundle.locate()[file.name]
+            return FileTask(path, file.size, same_as=there, sha256=record.sha256)
+    return FileTask(path, file.size, tensors=file.tensors)
+
+
+def _root_paths(plan: ReshardPlan, present: Sequence[int]) -> dict[str, str]:
+    """File -> its path from the root of the set, in the lowest present stage that has it."""
+    paths: dict[str, str] = {}
+    for stage in present:
+        for file in plan.stages[stage].files:
+            paths.setdefault(file.name, f"{stage_directory(stage, plan.pp_size)}/{file.name}")
+    return paths
+
+
+def _index(plan: ReshardPlan, paths: dict[str, str]) -> tuple[dict[str, str], int]:
+    """The weight map of an index that names the files `paths`, and its total size."""
+    files = [(file, paths[file.name]) for file in plan.files().values() if file.name in paths]
+    weight_map = {tensor.name: path for file, path in files for tensor in file.tensors}
+    return weight_map, sum(file.tensor_bytes for file, _ in files)
+
+
+def _side_file(source: Source, name: str) -> SideFile:
+    size = source.stamp(name).size
+    return SideFile(name, size, hash_pieces(source.read_many([Range(name, 0, size)])))
