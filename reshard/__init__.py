@@ -4,17 +4,19 @@
     plan = build_plan(checkpoint, pp_size=4, engine="sglang")
     split(plan, "Qwen3.5-35B-A3B-pp4")
 
-Importing this package imports no torch; `docs/api.md` describes every function.
+docs/api.md describes every function. Nothing here imports torch.
 """
 
 from reshard.bundle import BundleSet
 from reshard.checkpoint import Checkpoint, open_checkpoint
 from reshard.errors import ReshardError
+from reshard.inspect import inspect
 from reshard.merge import merge
 from reshard.names import get_layer_id
 from reshard.plan import ReshardPlan, build_plan
 from reshard.pull import pull
 from reshard.split import split
+from reshard.verify import verify
 from reshard.version import __version__
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "__version__",
     "build_plan",
     "get_layer_id",
+    "inspect",
     "merge",
     "open_checkpoint",
     "pull",
     "split",
+    "verify",
 ]

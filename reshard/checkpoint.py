@@ -83,7 +83,7 @@ def open_checkpoint(
     `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`.
     """
     source = LocalSource(Path(path))
-    config = _read_config(source)
+    config = read_config(source)
     if MANIFEST_NAME in source.files():
         if include_files or ignore_files:
             raise UsageError("--include-file and --ignore-file do not apply to a set of bundles")
@@ -122,7 +122,8 @@ def open_checkpoint(
     )
 
 
-def _read_config(source: Source) -> ModelConfig:
+def read_config(source: Source) -> ModelConfig:
+    """The model facts of a source. Raises as `ModelConfig.from_json` does."""
     if "config.json" not in source.files():
         raise CheckpointError(
             "config.json is missing", hint="give the directory of a Hugging Face checkpoint"

@@ -114,3 +114,8 @@ def natural_key(name: str) -> tuple[object, ...]:
         digits = parts[i].lstrip("0")
         key[i] = (len(digits), digits)
     return (key, name.encode("utf-8"))
+
+
+def component_key(component: Component) -> str:
+    """The name under which JSON documents count a component: all layers together as `layers`."""
+    return "layers" if component.kind == "layer" else component.kind

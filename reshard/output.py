@@ -11,9 +11,6 @@ import fcntl
 import itertools
 import json
 import os
-import re
-import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,10 +21,11 @@ from typing import Any
 from reshard.bundle import PARTIAL_NAME
 from reshard.errors import OutputError, UsageError, quoted, storage_errors
 from reshard.manifest import MANIFEST_NAME
-from reshard.source import FileStamp
+from reshard.source import STAGE_DIRECTORY, FileStamp
 
-_TEMPORARY = ".reshard-tmp-"
-_STAGE = re.compile(r"stage-[0-9]+-of-[0-9]+")
+TEMPORARY = ".reshard-tmp-"
+"""How the names of files begin that are still being written."""
+
 _NUMBERS = itertools.count()
 _DIRECTORY_MAY_HOLD = {"lost+found"}
 
@@ -90,10 +88,11 @@ class FinishedFile:
 class OutputDirectory:
     """An output while one run holds its lock. Paths are relative to `root`, with `/`."""
 
-    def __init__(self, root: Path, partial: Path, finished: dict[str, FinishedFile]) -> None:
+    def __init__(self, root: Path, journal: Path, finished: dict[str, FinishedFile]) -> None:
         self.root = root
-        self._partial = partial
+        self._journal = journal
         self._finished = finished
+        self._made: list[Path] = []
         self._journal_lock = Lock()
 
     @classmethod
@@ -104,21 +103,21 @@ class OutputDirectory:
         An unfinished run is continued if it was begun as the same, else refused with `OutputError`;
         so is a second process. When the block ends well, the journal and the lock are removed.
         """
-        partial = root / PARTIAL_NAME
-        with storage_errors(root):
-            partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial / "lock"):
-            journal = partial / "journal"
+        journal = root / PARTIAL_NAME / "journal"
+        with locked(root):
             finished = _read_journal(journal, begun_as)
             if finished is None:
                 finished = {}
                 with storage_errors(journal):
                     _append(journal, dict(begun_as))
-            output = cls(root, partial, finished)
+            output = cls(root, journal, finished)
             output._remove_temporaries()
-            yield output
-            with storage_errors(partial):
-                shutil.rmtree(partial)
+            try:
+                yield output
+            except BaseException:
+                output._leave(done=False)
+                raise
+            output._leave(done=True)
 
     def reusable(self, path: str, size: int, *, checksum: bool) -> FinishedFile | None:
         """The journal's word on a file that was finished and that nobody touched since."""
@@ -138,7 +137,8 @@ class OutputDirectory:
             stamp = FileStamp.of(os.lstat(self.root / path))
             line = {"file": path, "sha256": sha256, "stamp": list(stamp)}
             with self._journal_lock:
-                _append(self._partial / "journal", line)
+                self._finished[path] = FinishedFile(sha256, stamp)
+                _append(self._journal, line)
 
     def make_directory(self, directory: str) -> None:
         """Create a directory of the output. A link in its place could lead anywhere: refused."""
@@ -149,7 +149,9 @@ class OutputDirectory:
                     f"{quoted(str(path))} is a link; reshard writes inside its output only",
                     hint="remove the link",
                 )
-            path.mkdir(exist_ok=True)
+            if not path.is_dir():
+                path.mkdir()
+                self._made.append(path)
 
     @contextmanager
     def create(self, path: str) -> Iterator[Path]:
@@ -157,23 +159,12 @@ class OutputDirectory:
 
         The block must make the file and its content durable. Otherwise it is removed.
         """
-        target = self.root / path
-        temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_NUMBERS)}")
-        with storage_errors(target):
-            try:
-                yield temporary
-                os.rename(temporary, target)
-            finally:
-                # Also after the rename: of two links to one file, rename leaves both.
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
+        with replacing(self.root / path) as temporary:
+            yield temporary
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file."""
-        with self.create(path) as temporary, open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        replace_file(self.root / path, content)
 
     def sync_directory(self, directory: str) -> None:
         """Make the names in a directory durable."""
@@ -185,6 +176,15 @@ class OutputDirectory:
             finally:
                 os.close(descriptor)
 
+    def _leave(self, *, done: bool) -> None:
+        """Drop the journal once it has served, and every trace of a run that finished no file."""
+        if done or not self._finished:
+            with suppress(FileNotFoundError):
+                self._journal.unlink()
+            for directory in reversed(self._made):
+                with suppress(OSError):  # it holds something by now
+                    directory.rmdir()
+
     def _remove_temporaries(self) -> None:
         """What a killed run was writing."""
         with storage_errors(self.root):
@@ -192,40 +192,73 @@ class OutputDirectory:
             directories += [
                 path
                 for path in self.root.iterdir()
-                if _STAGE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+                if STAGE_DIRECTORY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
             ]
             for directory in directories:
-                for path in directory.glob(f"{_TEMPORARY}*"):
+                for path in directory.glob(f"{TEMPORARY}*"):
                     path.unlink()
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; it is released by death. A second process is refused."""
-    with storage_errors(path):
+def replacing(target: Path) -> Iterator[Path]:
+    """A new name beside `target`; when the block ends well, it is renamed to `target`."""
+    temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{next(_NUMBERS)}")
+    with storage_errors(target):
+        try:
+            yield temporary
+            os.rename(temporary, target)
+        finally:
+            # Also after the rename: of two links to one file, rename leaves both.
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a small file, durably, in place of what may be there; no old file is written into."""
+    with replacing(target) as temporary, open(temporary, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of an output, creating its directory. It is released by death.
+
+    Raises `OutputError` where another process holds it, or the file system knows no locks.
+    """
+    partial = root / PARTIAL_NAME
+    path = partial / "lock"
+    made = not root.exists()
+    with storage_errors(root):
         while True:
+            partial.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A run that ends removes the file: the lock must be on the one that is there now.
-                if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    break
             except OSError as error:
                 holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
                 os.close(descriptor)
-                raise _not_locked(path, error, holder) from None
+                raise _not_locked(root, error, holder) from None
+            # A run that ends removes the file: the lock must be on the one that is there now.
+            if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                break
             os.close(descriptor)
-            path.parent.mkdir(exist_ok=True)
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
     try:
         yield
     finally:
+        with suppress(OSError):
+            path.unlink()
+            partial.rmdir()  # stays while it holds a journal
+            if made:
+                root.rmdir()  # stays once it holds anything
         os.close(descriptor)
 
 
-def _not_locked(path: Path, error: OSError, holder: str) -> OutputError:
-    out = quoted(str(path.parent.parent))
+def _not_locked(root: Path, error: OSError, holder: str) -> OutputError:
+    out = quoted(str(root))
     if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
         return OutputError(
             f"{out} is being written by another run ({quoted(holder) or 'unknown'})",

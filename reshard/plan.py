@@ -190,7 +190,5 @@ def _engine_notes(placement: Placement) -> tuple[str, ...]:
     pp_size = 1 + max(placement.stages["head"])
     if placement.engine.name != "vllm" or visual is None or len(visual) == pp_size:
         return ()
-    return (
-        "vLLM 0.32 and older, and the older runner of 0.33, need the vision tower on every stage: "
-        "for them add --replicate visual",
-    )
+    older = "vLLM 0.32 and older, and the older runner of 0.33"
+    return (f"{older}, need the vision tower on every stage: add --replicate visual for them",)

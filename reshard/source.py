@@ -29,7 +29,9 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 _SAMPLE_ALL_BELOW = 65536
 
-_STAGE_DIRECTORY = re.compile(r"stage-[0-9]{2,}-of-[0-9]{2,}")
+STAGE_DIRECTORY = re.compile(r"stage-[0-9]{2,}-of-[0-9]{2,}")
+"""The directories of a set, see `bundle.stage_directory`."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -237,7 +239,7 @@ def check_weight_path(path: str, error: type[ReshardError], where: str, *, in_se
     ok = (
         is_plain_name(name)
         and name.endswith(".safetensors")
-        and (not slash or (in_set and _STAGE_DIRECTORY.fullmatch(directory)))
+        and (not slash or (in_set and STAGE_DIRECTORY.fullmatch(directory)))
     )
     if not ok:
         raise error(

@@ -1,0 +1,366 @@
+"""The command line. Results go to stdout, progress and messages to stderr."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.errors import ReshardError
+
+if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
+    from reshard.display import Display
+    from reshard.finish import Outcome
+    from reshard.plan import ReshardPlan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reshard Qwen3.5 / Qwen3-VL MoE checkpoints into per-pipeline-stage bundles.",
+)
+
+Source = Annotated[str, typer.Argument(help="Checkpoint directory, or an output of reshard.")]
+Set = Annotated[Path, typer.Argument(help="Output of split or pull, or a stage directory.")]
+PpSize = Annotated[int, typer.Option("--pp-size", min=1, help="Number of pipeline stages.")]
+EngineName = Annotated[str, typer.Option("--engine", help="sglang or vllm.")]
+Layers = Annotated[
+    str | None, typer.Option("--layers", help="Layers per stage, such as 23,24,24,23.")
+]
+Balance = Annotated[
+    bool, typer.Option("--balance", help="Make the largest stage as small as possible.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", help="Leave out mtp or visual. Repeatable.")
+]
+Replicate = Annotated[
+    list[str] | None,
+    typer.Option("--replicate", help="Put visual, embed or head on every stage. Repeatable."),
+]
+IncludeFile = Annotated[
+    list[str] | None,
+    typer.Option("--include-file", help="Take what is new from this file beside the index."),
+]
+IgnoreFile = Annotated[
+    list[str] | None, typer.Option("--ignore-file", help="Leave this file beside the index alone.")
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="Nodes to serve on. Default: one per stage.")
+]
+Stages = Annotated[
+    list[str] | None,
+    typer.Option("--stage", help="Only these stages: 2, 0-3, 0,1 or all. Repeatable."),
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Files at a time. Default: the cores, up to 8.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from reshard.version import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def plan(
+    source: Source,
+    pp_size: PpSize,
+    engine: EngineName = "sglang",
+    layers: Layers = None,
+    balance: Balance = False,
+    exclude: Exclude = None,
+    replicate: Replicate = None,
+    include_file: IncludeFile = None,
+    ignore_file: IgnoreFile = None,
+    nodes: Nodes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each stage would hold, reading headers only."""
+    from reshard.describe import node_documents, plan_document
+
+    made = _build_plan(
+        source, pp_size, engine, layers, balance, exclude, replicate, include_file, ignore_file
+    )
+    document = plan_document(made)
+    if nodes is not None:
+        document["nodes"] = node_documents(made, nodes)
+    if as_json:
+        _print_json(document)
+        return
+    from reshard.display import Display, size
+
+    display = Display()
+    display.plan(document, _title(document, f"plan of {source}"))
+    for node in document.get("nodes", []):
+        stages = ", ".join(map(str, node["stages"]))
+        display.line(f"node {node['node']}: stages {stages}, {size(node['bytes'])}")
+    display.messages(made.warnings, made.notes)
+
+
+@app.command()
+def split(
+    source: Source,
+    out: Annotated[Path, typer.Argument(help="Directory to write; new, or to be continued.")],
+    pp_size: PpSize,
+    engine: EngineName = "sglang",
+    layers: Layers = None,
+    balance: Balance = False,
+    exclude: Exclude = None,
+    replicate: Replicate = None,
+    include_file: IncludeFile = None,
+    ignore_file: IgnoreFile = None,
+    nodes: Nodes = None,
+    stage: Stages = None,
+    jobs: Jobs = None,
+    no_checksum: Annotated[
+        bool, typer.Option("--no-checksum", help="Do not record sha256 of the files.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the stage bundles of a checkpoint, or of another set (re-partitioning)."""
+    from reshard.describe import outcome_document
+    from reshard.display import Display
+    from reshard.launch import node_commands, share_stages
+    from reshard.partition import parse_stages
+    from reshard.split import split as split_plan
+
+    made = _build_plan(
+        source, pp_size, engine, layers, balance, exclude, replicate, include_file, ignore_file
+    )
+    share_stages(pp_size, nodes)
+    stages = parse_stages(stage, pp_size) if stage else None
+    display = Display(quiet=quiet)
+    display.messages(made.warnings, made.notes)
+    with display.progress() as bars:
+        outcome = split_plan(
+            made, out, stages=stages, jobs=jobs, checksums=not no_checksum, progress=bars
+        )
+    document = outcome_document(outcome, made.warnings, made.notes)
+    commands = node_commands(outcome.manifest, out, nodes)
+    if as_json:
+        document["launch"] = [command._asdict() for command in commands]
+        _print_json(document)
+    else:
+        display.plan(document, _title(document, str(out)))
+        display.line(_counts(document, out))
+        display.launch(commands, outcome.manifest.engine.name)
+    files = outcome.manifest.files().values()
+    if not no_checksum and any(file.sha256 is None for file in files):
+        cure = f"reshard verify {out} --write-checksums"
+        display.messages((), (f"some files have no checksum on record; to add them: {cure}",))
+
+
+@app.command()
+def verify(
+    out: Set,
+    source: Annotated[
+        str | None, typer.Option("--source", help="Compare every tensor with this checkpoint.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Check that the set serves sglang or vllm.")
+    ] = None,
+    write_checksums: Annotated[
+        bool, typer.Option("--write-checksums", help="Record checksums where they are missing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a set is whole: structure, sizes and hashes."""
+    from reshard.checkpoint import open_checkpoint
+    from reshard.display import Display, size
+    from reshard.verify import verify as verify_set
+
+    display = Display()
+    original = open_checkpoint(source) if source is not None else None
+    with display.progress() as bars:
+        report = verify_set(
+            out,
+            source=original,
+            engine=engine,
+            write_checksums=write_checksums,
+            progress=bars,
+        )
+    if as_json:
+        _print_json(report.document())
+    else:
+        for problem in report.problems:
+            display.line(f"{problem.file}: {problem.problem}")
+        what = f"{report.stages} stages, {report.files} files, {report.tensors:,} tensors"
+        compared = ", equal to the source" if source is not None and report.ok else ""
+        state = "ok" if report.ok else f"{len(report.problems)} problems"
+        display.line(f"{state}: {what}, {size(report.bytes)}{compared}")
+    if report.unhashed:
+        cure = f"reshard verify {out} --write-checksums"
+        display.messages((), (f"{report.unhashed} files have no checksum; to add them: {cure}",))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    source: Source,
+    check_hashes: Annotated[
+        bool,
+        typer.Option("--check-hashes", help="Hash the files against their published checksums."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint or a set holds."""
+    from reshard.checkpoint import open_checkpoint
+    from reshard.display import Display
+    from reshard.inspect import check_hashes as check_file_hashes
+    from reshard.inspect import inspect as inspect_checkpoint
+
+    display = Display()
+    checkpoint = open_checkpoint(source)
+    document = inspect_checkpoint(checkpoint)
+    problems: list[dict[str, str]] = []
+    if check_hashes:
+        with display.progress() as bars:
+            hashes = check_file_hashes(checkpoint, progress=bars)
+        problems = [{"file": p.file, "problem": p.problem} for p in hashes.problems]
+        document["hashes"] = {
+            "checked": hashes.checked,
+            "unknown": hashes.unknown,
+            "problems": problems,
+        }
+    if as_json:
+        _print_json(document)
+    else:
+        display.inspection(document)
+        display.messages(document["warnings"], document["notes"])
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def merge(
+    out: Set,
+    dest: Annotated[Path, typer.Argument(help="Directory to write.")],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a set back into one ordinary checkpoint."""
+    from reshard.bundle import BundleSet
+    from reshard.display import Display
+    from reshard.merge import merge as merge_set
+
+    display = Display(quiet=quiet)
+    with display.progress() as bars:
+        outcome = merge_set(BundleSet.open(out), dest, progress=bars)
+    _show_outcome(display, outcome, dest, as_json)
+
+
+@app.command()
+def pull(
+    out: Set,
+    dest: Annotated[Path, typer.Argument(help="Directory to write, or to add stages to.")],
+    stage: Annotated[
+        list[str], typer.Option("--stage", help="Stages: 2, 0-3, 0,1 or all. Repeatable.")
+    ],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take stages out of a set: a model directory with exactly those."""
+    from reshard.bundle import BundleSet
+    from reshard.display import Display
+    from reshard.partition import parse_stages
+    from reshard.pull import pull as pull_stages
+
+    display = Display(quiet=quiet)
+    bundle = BundleSet.open(out)
+    stages = parse_stages(stage, bundle.manifest.pp_size)
+    with display.progress() as bars:
+        outcome = pull_stages(bundle, dest, stages, progress=bars)
+    _show_outcome(display, outcome, dest, as_json)
+
+
+def _build_plan(
+    source: str,
+    pp_size: int,
+    engine: str,
+    layers: str | None,
+    balance: bool,
+    exclude: list[str] | None,
+    replicate: list[str] | None,
+    include_file: list[str] | None,
+    ignore_file: list[str] | None,
+) -> ReshardPlan:
+    from reshard.checkpoint import open_checkpoint
+    from reshard.partition import parse_counts
+    from reshard.plan import build_plan
+
+    return build_plan(
+        open_checkpoint(source, include_files=include_file or (), ignore_files=ignore_file or ()),
+        pp_size,
+        engine=engine,
+        layers=parse_counts(layers) if layers is not None else None,
+        balance=balance,
+        exclude=exclude or (),
+        replicate=replicate or (),
+    )
+
+
+def _show_outcome(display: Display, outcome: Outcome, dest: Path, as_json: bool) -> None:
+    from reshard.describe import outcome_document
+
+    document = outcome_document(outcome)
+    if as_json:
+        _print_json(document)
+    else:
+        display.line(_counts(document, dest))
+
+
+def _title(document: dict[str, Any], what: str) -> str:
+    from reshard.display import size
+    from reshard.placement import ENGINES
+
+    source = document["source"]
+    engine = ENGINES[document["engine"]]
+    return (
+        f"{what}: {source['model_type']}, {source['tensors']:,} tensors, {size(source['bytes'])}, "
+        f"{document['pp_size']} stages for {engine.name} {engine.version}"
+    )
+
+
+def _counts(document: dict[str, Any], where: Path) -> str:
+    from reshard.describe import HOWS
+
+    counts = [f"{document[how]} {how}" for how in HOWS if document[how]]
+    return f"{where}: " + (", ".join(counts) if counts else "complete already, nothing to do")
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def main() -> None:
+    """Run the command line; exit codes are in docs/cli.md."""
+    # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
+    gc.disable()
+    try:
+        app()
+    except ReshardError as error:
+        if os.environ.get("RESHARD_DEBUG") == "1":
+            raise
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to continue", file=sys.stderr)
+        sys.exit(130)

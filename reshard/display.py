@@ -1,0 +1,219 @@
+"""What people see in a terminal: tables on stdout, progress and messages on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reshard.errors import quoted
+from reshard.launch import NodeCommands
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+    from typing_extensions import Self
+
+_BAR_WIDTH = 24
+_COMPONENTS = {
+    "visual": ("▒", "v", "magenta"),
+    "embed": ("░", "e", "cyan"),
+    "layers": ("█", "=", "blue"),
+    "head": ("▓", "h", "green"),
+    "mtp": ("▞", "m", "yellow"),
+}
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+def size(nbytes: float) -> str:
+    """`nbytes` in decimal units, as disks and the Hub count: 807 GB."""
+    unit = 0
+    while nbytes >= 1000 and unit < len(_UNITS) - 1:
+        nbytes /= 1000
+        unit += 1
+    return (
+        f"{nbytes:.3g} {_UNITS[unit]}" if unit and nbytes < 100 else f"{nbytes:,.0f} {_UNITS[unit]}"
+    )
+
+
+class Display:
+    """Writes results to stdout and everything else to stderr; `quiet` drops all but errors."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._out = Console(highlight=False, soft_wrap=True)
+        if not self._out.is_terminal:
+            self._out.width = 200
+        self._quiet = quiet
+
+    def line(self, text: str = "") -> None:
+        if not self._quiet:
+            self._out.print(Text(text))
+
+    def messages(self, warnings: Sequence[str], notes: Sequence[str]) -> None:
+        for kind, texts in (("warning", warnings), ("note", notes)):
+            for text in texts if not self._quiet else ():
+                print(f"{kind}: {text}", file=sys.stderr)
+
+    def plan(self, document: Mapping[str, Any], title: str) -> None:
+        """The stages of a set: a row for each, with a bar of its bytes by component."""
+        if self._quiet:
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+        for name, justify in _STAGE_COLUMNS:
+            table.add_column(name, justify=justify, no_wrap=True)
+        largest = max(stage["bytes"] for stage in document["stages"])
+        replicas: dict[int, list[str]] = {}
+        for replica in document["replicated"]:
+            text = f"{replica['component']} ({size(replica['bytes'])})"
+            replicas.setdefault(replica["stage"], []).append(text)
+        for stage in document["stages"]:
+            first, last = stage["start_layer"], stage["end_layer"] - 1
+            table.add_row(
+                str(stage["stage"]),
+                f"{first}-{last}" if last > first else str(first),
+                size(stage["bytes"]),
+                self._bar(stage["components"], largest),
+                f"{len(stage['files'])}",
+                f"{stage['tensors']:,}",
+                ", ".join(replicas.get(stage["stage"], [])) or "-",
+            )
+        self.line(title)
+        self._table(table)
+        used = {name for stage in document["stages"] for name in stage["components"]}
+        self._out.print(self._legend(used))
+        for excluded in document["excluded"]:
+            name, count = quoted(excluded["name"]), excluded["tensors"]
+            self.line(f"excluded: {name}, {count:,} tensors, {size(excluded['bytes'])}")
+
+    def inspection(self, document: Mapping[str, Any]) -> None:
+        """The facts of a checkpoint, and what its components take."""
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name in _FACTS:
+            table.add_row(Text(name.replace("_", " "), style="bold"), Text(_shown(document[name])))
+        for name, fact in (document["set"] or {}).items():
+            table.add_row(Text(name.replace("_", " "), style="bold"), Text(_shown(fact)))
+        for name, part in (*document["components"].items(), ("total", document)):
+            text = f"{part['tensors']:,} tensors, {size(part['bytes'])}"
+            table.add_row(Text(name, style="bold"), Text(text))
+        self._table(table)
+        if "hashes" in document:
+            hashes = document["hashes"]
+            for problem in hashes["problems"]:
+                self.line(f"{problem['file']}: {problem['problem']}")
+            good = hashes["checked"] - len(hashes["problems"])
+            self.line(f"hashes: {good} of {hashes['checked']} files as published")
+            if hashes["unknown"]:
+                self.line(f"hashes: no checksum on record for {hashes['unknown']} files")
+
+    def launch(self, commands: Sequence[NodeCommands], engine: str) -> None:
+        """What to run next, node by node."""
+        self.line(f"next, for {engine} (HEAD is the address of node 0; add your own options):")
+        for command in commands:
+            self.line(f"  node {command.node}: {command.pull}")
+            self.line(f"  {' ' * len(f'node {command.node}:')} {command.launch}")
+
+    def progress(self) -> Bars:
+        return Bars(quiet=self._quiet)
+
+    def _table(self, table: Table) -> None:
+        """Print a table without the blanks that fill its last column; whole when not on a screen."""
+        with self._out.capture() as capture:
+            self._out.print(table)
+        for line in capture.get().splitlines():
+            print(line.rstrip())
+
+    def _bar(self, components: Mapping[str, int], largest: int) -> Text:
+        """`components` drawn to the scale on which `largest` fills the bar."""
+        bar = Text()
+        total = 0
+        for name, (block, letter, style) in _COMPONENTS.items():
+            before = round(total / largest * _BAR_WIDTH)
+            total += components.get(name, 0)
+            width = round(total / largest * _BAR_WIDTH) - before
+            bar.append((block if self._draws_blocks() else letter) * width, style=style)
+        return bar
+
+    def _legend(self, used: set[str]) -> Text:
+        legend = Text()
+        for name, (block, letter, style) in _COMPONENTS.items():
+            if name in used:
+                legend.append(block if self._draws_blocks() else letter, style=style)
+                legend.append(f" {name}  ")
+        return legend
+
+    def _draws_blocks(self) -> bool:
+        return self._out.encoding.lower().startswith("utf")
+
+
+_STAGE_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("stage", "right"),
+    ("layers", "right"),
+    ("bytes", "right"),
+    ("by component", "left"),
+    ("files", "right"),
+    ("tensors", "right"),
+    ("replicas", "left"),
+)
+
+
+_FACTS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_experts",
+    "expert_layout",
+    "mtp_expert_layout",
+    "quant_method",
+    "tied",
+)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else quoted(str(value))
+
+
+class Bars:
+    """Progress on stderr: a bar with rate and time left on a terminal, else a line for each file."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._lock = Lock()
+        self._bar: tqdm[Any] | None = None
+
+    def start(self, label: str, total_bytes: int) -> None:
+        self.close()
+        if self._terminal and not self._quiet and total_bytes:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_bytes, desc=label, unit="B", unit_scale=True, dynamic_ncols=True
+            )
+
+    def advance(self, nbytes: int) -> None:
+        if self._bar is not None:
+            with self._lock:
+                self._bar.update(nbytes)
+
+    def finish_file(self, path: str, how: str) -> None:
+        if not self._terminal and not self._quiet:
+            with self._lock:
+                print(f"{how} {quoted(path)}", file=sys.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
