@@ -6,15 +6,17 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.errors import ReshardError
+from reshard.errors import Interrupted, ReshardError
 
 if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
-    from reshard.display import Display
+    from reshard.display import Bars, Display
     from reshard.finish import Outcome
     from reshard.plan import ReshardPlan
 
@@ -146,7 +148,7 @@ def split(
     stages = parse_stages(stage, pp_size) if stage else None
     display = Display(quiet=quiet)
     display.messages(made.warnings, made.notes)
-    with display.progress() as bars:
+    with _working(display) as bars:
         outcome = split_plan(
             made, out, stages=stages, jobs=jobs, checksums=not no_checksum, progress=bars
         )
@@ -186,7 +188,7 @@ def verify(
 
     display = Display()
     original = open_checkpoint(source) if source is not None else None
-    with display.progress() as bars:
+    with _working(display) as bars:
         report = verify_set(
             out,
             source=original,
@@ -230,7 +232,7 @@ def inspect(
     document = inspect_checkpoint(checkpoint)
     problems: list[dict[str, str]] = []
     if check_hashes:
-        with display.progress() as bars:
+        with _working(display) as bars:
             hashes = check_file_hashes(checkpoint, progress=bars)
         problems = [{"file": p.file, "problem": p.problem} for p in hashes.problems]
         document["hashes"] = {
@@ -260,7 +262,7 @@ def merge(
     from reshard.merge import merge as merge_set
 
     display = Display(quiet=quiet)
-    with display.progress() as bars:
+    with _working(display) as bars:
         outcome = merge_set(BundleSet.open(out), dest, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
 
@@ -284,9 +286,22 @@ def pull(
     display = Display(quiet=quiet)
     bundle = BundleSet.open(out)
     stages = parse_stages(stage, bundle.manifest.pp_size)
-    with display.progress() as bars:
+    with _working(display) as bars:
         outcome = pull_stages(bundle, dest, stages, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
+
+
+@contextmanager
+def _working(display: Display) -> Iterator[Bars]:
+    """Progress of long work, which the user may interrupt."""
+    bars = display.progress()
+    try:
+        yield bars
+    except KeyboardInterrupt:
+        hint = "run the same command again; it continues where it stopped"
+        raise Interrupted("interrupted", hint=hint) from None
+    finally:
+        bars.close()
 
 
 def _build_plan(
@@ -361,6 +376,3 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue", file=sys.stderr)
-        sys.exit(130)

@@ -16,7 +16,6 @@ from reshard.launch import NodeCommands
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-    from typing_extensions import Self
 
 _BAR_WIDTH = 24
 _COMPONENTS = {
@@ -206,12 +205,6 @@ class Bars:
         if not self._terminal and not self._quiet:
             with self._lock:
                 print(f"{how} {quoted(path)}", file=sys.stderr)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._bar is not None:

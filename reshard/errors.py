@@ -66,6 +66,12 @@ class StorageError(ReshardError):
         self.errno = errno
 
 
+class Interrupted(ReshardError):
+    """The user stopped the work."""
+
+    exit_code = 130
+
+
 _STORAGE_HINTS = {
     errno.ENOSPC: "free some space or choose another disk, then run the same command again",
     errno.EDQUOT: "your disk quota is used up; free some space, then run the same command again",

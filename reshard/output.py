@@ -144,11 +144,7 @@ class OutputDirectory:
         """Create a directory of the output. A link in its place could lead anywhere: refused."""
         path = self.root / directory
         with storage_errors(path):
-            if path.is_symlink():
-                raise OutputError(
-                    f"{quoted(str(path))} is a link; reshard writes inside its output only",
-                    hint="remove the link",
-                )
+            _refuse_link(path)
             if not path.is_dir():
                 path.mkdir()
                 self._made.append(path)
@@ -233,7 +229,9 @@ def locked(root: Path) -> Iterator[None]:
     with storage_errors(root):
         while True:
             partial.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _refuse_link(partial)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -270,8 +268,17 @@ def _not_locked(root: Path, error: OSError, holder: str) -> OutputError:
     )
 
 
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise OutputError(
+            f"{quoted(str(path))} is a link; reshard writes inside its output only",
+            hint="remove the link",
+        )
+
+
 def _append(journal: Path, line: Mapping[str, Any]) -> None:
-    with open(journal, "ab") as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(journal, flags, 0o666), "ab") as file:
         file.write(json.dumps(line).encode("utf-8") + b"\n")
         file.flush()
         os.fsync(file.fileno())

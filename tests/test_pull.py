@@ -1,0 +1,94 @@
+"""Pulling stages out of a local set into an ordinary model directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from reshard import open_checkpoint, verify
+from tests.checkpoints import build, read_dir
+from tests.conftest import Cli, tree
+
+
+def test_one_stage_becomes_a_model_directory(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 4)
+    result = cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", 2, "--json")
+    assert json.loads(result.out)["linked"] == 2
+    assert tree(tmp_path / "dest") == tree(tmp_path / "out/stage-02-of-04")
+    assert verify(tmp_path / "dest", source=open_checkpoint(source)).ok
+
+
+def test_stages_of_one_node_share_a_directory(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source", tied=True)
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 4)
+    cli("pull", out, tmp_path / "both", "--stage", "0,3")
+    cli("pull", out, tmp_path / "one-by-one", "--stage", 3)
+    cli("pull", out, tmp_path / "one-by-one", "--stage", 0)
+    assert tree(tmp_path / "both") == tree(tmp_path / "one-by-one")
+    expected = read_dir(out / "stage-00-of-04") | read_dir(out / "stage-03-of-04")
+    assert read_dir(tmp_path / "both") == expected
+    assert verify(tmp_path / "both").ok
+    again = cli("pull", out, tmp_path / "both", "--stage", 3)
+    assert (again.code, "complete already" in again.out) == (0, True)
+
+
+def test_all_stages_are_the_whole_model_and_can_be_split_again(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source", "qwen3_vl_moe", weights="fp8")
+    cli("split", source, tmp_path / "out", "--pp-size", 2, "--engine", "vllm")
+    cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", "all")
+    assert read_dir(tmp_path / "dest") == read_dir(source)
+    assert verify(tmp_path / "dest", source=open_checkpoint(source)).ok
+    result = cli("split", tmp_path / "dest", tmp_path / "again", "--pp-size", 1, "--json")
+    assert json.loads(result.out)["linked"] == 11
+
+
+def test_pull_from_a_stage_directory_and_from_a_pulled_one(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    assert cli("pull", tmp_path / "out/stage-01-of-02", tmp_path / "a", "--stage", 1).code == 0
+    assert cli("pull", tmp_path / "a", tmp_path / "b", "--stage", 1).code == 0
+    assert tree(tmp_path / "b") == tree(tmp_path / "out/stage-01-of-02")
+    refused = cli("pull", tmp_path / "a", tmp_path / "c", "--stage", 0)
+    assert refused.code == 1
+    assert "stages 0 are not in" in refused.err
+
+
+def test_stages_of_different_sets_do_not_mix(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "a", "--pp-size", 2)
+    cli("split", source, tmp_path / "b", "--pp-size", 4)
+    cli("pull", tmp_path / "a", tmp_path / "dest", "--stage", 0)
+    before = tree(tmp_path / "dest")
+    refused = cli("pull", tmp_path / "b", tmp_path / "dest", "--stage", 1)
+    assert refused.code == 1
+    assert "holds stages of another set; it differs in partition, stages" in refused.err
+    assert tree(tmp_path / "dest") == before
+    root = cli("pull", tmp_path / "a", tmp_path / "b", "--stage", 0)
+    assert root.code == 1
+    assert "is the root of a set" in root.err
+
+
+def test_missing_or_changed_file_is_refused(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    file = tmp_path / "out/stage-00-of-02/model-layer-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    refused = cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", 0)
+    assert (refused.code, "bytes, the manifest says" in refused.err) == (1, True)
+    file.write_bytes(content.replace(b"layers.0.", b"layers.1.", 1))
+    refused = cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", 0)
+    assert (refused.code, "its header is not the one in the manifest" in refused.err) == (1, True)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_usage(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    for stage in ("2", "x", "1-0", "", "-1", "0-9999999999"):
+        assert cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", stage).code == 2
+    assert cli("pull", tmp_path / "out", tmp_path / "dest").code == 2
+    assert cli("pull", source, tmp_path / "dest", "--stage", 0).code == 1
+    assert not (tmp_path / "dest").exists()
