@@ -80,10 +80,12 @@ def run_tasks(
     checksums: bool,
     progress: Progress,
     label: str,
+    more_bytes: int = 0,
 ) -> dict[str, FinishedTask]:
     """Bring files into an output, the largest first, `jobs` at a time; results by path.
 
-    Raises `OutputError` where the disk has too little room for what cannot be linked. Where one
+    Raises `OutputError` where the disk has too little room for what cannot be linked and for
+    `more_bytes`, which the caller will write afterwards. Where one
     file fails, the others stop, and what is finished stays for a later run.
     """
     finished: dict[str, FinishedTask] = {}
@@ -97,7 +99,7 @@ def run_tasks(
             progress.finish_file(task.path, "reused")
     todo.sort(key=lambda task: (-task.size, task.path))
     to_copy = sum(task.size for task in todo if not _may_link(task, output.root))
-    check_space(output.root, to_copy)
+    check_space(output.root, to_copy + more_bytes)
     progress.start(label, to_copy)
 
     def bring(task: FileTask, stop: Event) -> FinishedTask:

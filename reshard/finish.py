@@ -33,6 +33,11 @@ class Outcome:
         return cls(root, manifest, Counter(task.how for task in tasks))
 
 
+def side_bytes(manifest: Manifest, directories: int = 1) -> int:
+    """What `finish_directory` will write, all but, into so many directories."""
+    return directories * sum(side.bytes for side in manifest.side_files)
+
+
 def finish_directory(
     output: OutputDirectory,
     directory: str,

@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard.bundle import BundleSet
 from reshard.copy import default_jobs, run_tasks
 from reshard.errors import storage_errors
-from reshard.finish import Outcome, finish_directory, index_of
+from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.index import INDEX_NAME, encode_index
 from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.progress import Progress, Silent
@@ -46,6 +46,7 @@ def merge(
             checksums=False,
             progress=progress or Silent(),
             label="merge",
+            more_bytes=side_bytes(bundle.manifest),
         )
         index = index_of(LocalSource(root), records)
         finish_directory(output, "", bundle.source, bundle.manifest, *index, with_manifest=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard.bundle import PARTIAL_NAME, BundleSet
 from reshard.copy import FileTask, default_jobs, run_tasks
 from reshard.errors import BundleError, OutputError, quoted
-from reshard.finish import Outcome, finish_directory, index_of
+from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.manifest import MANIFEST_NAME, Manifest
 from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.progress import Progress, Silent
@@ -57,6 +57,7 @@ def pull(
             checksums=False,
             progress=progress or Silent(),
             label="pull",
+            more_bytes=side_bytes(bundle.manifest),
         )
         sha256 = {f.name: f.sha256 for f in there.manifest.files().values()} if there else {}
         sha256 |= {path: task.sha256 for path, task in done.items()}

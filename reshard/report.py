@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.errors import ReshardError, quoted
 from reshard.header import SafetensorsHeader
 from reshard.manifest import FileRecord
 
@@ -15,6 +16,11 @@ class Problem:
 
     file: str
     problem: str
+
+    @classmethod
+    def of(cls, file: str, error: ReshardError) -> Problem:
+        """What an error says of `file`, which it need not name again."""
+        return cls(file, error.message.removeprefix(f"{quoted(file)}: "))
 
 
 @dataclass(frozen=True, slots=True)

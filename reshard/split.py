@@ -11,7 +11,7 @@ from reshard.bundle import PARTIAL_NAME, BundleSet, stage_directory
 from reshard.canonical import FilePlan
 from reshard.copy import FileTask, FinishedTask, default_jobs, hash_pieces, run_tasks
 from reshard.errors import OutputError, quoted
-from reshard.finish import Outcome, finish_directory
+from reshard.finish import Outcome, finish_directory, side_bytes
 from reshard.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -78,6 +78,7 @@ def split(
                 checksums=checksums,
                 progress=progress or Silent(),
                 label=label,
+                more_bytes=side_bytes(manifest, len(wanted) + 1),
             )
         sha256 = known | {Path(path).name: task.sha256 for path, task in done.items()}
         for stage in wanted:

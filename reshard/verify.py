@@ -102,7 +102,7 @@ def _check_files(bundle: BundleSet, problems: list[Problem]) -> list[WeightFile]
             try:
                 header = bundle.header(path, record)
             except ReshardError as error:
-                problems.append(Problem(path, error.message))
+                problems.append(Problem.of(path, error))
                 continue
             nbytes = sum(tensor.nbytes for tensor in header.tensors)
             if (len(header.tensors), nbytes) != (record.tensors, record.tensor_bytes):
@@ -154,7 +154,7 @@ def _check_index(
         raw = here.read(INDEX_NAME, 0, here.stamp(INDEX_NAME).size)
         index = parse_index(raw, path, in_set=True)
     except ReshardError as error:
-        yield Problem(path, error.message)
+        yield Problem.of(path, error)
         return
     expected = {t.name: file for file, header in headers.items() for t in header.tensors}
     total = sum(t.nbytes for header in headers.values() for t in header.tensors)
@@ -174,7 +174,7 @@ def _check_side_file(here: LocalSource, prefix: str, side: SideFile) -> Iterator
         elif hash_pieces(here.read_many([Range(side.name, 0, size)])) != side.sha256:
             yield Problem(prefix + side.name, "was changed: its sha256 is not the manifest's")
     except ReshardError as error:
-        yield Problem(prefix + side.name, error.message)
+        yield Problem.of(prefix + side.name, error)
 
 
 def _check_stage_manifest(
@@ -184,7 +184,7 @@ def _check_stage_manifest(
     try:
         own = BundleSet.open(here.root).manifest
     except ReshardError as error:
-        yield Problem(path, error.message)
+        yield Problem.of(path, error)
         return
     if own.set_id != manifest.set_id:
         yield Problem(path, f"is of another set: differs in {', '.join(own.differences(manifest))}")
@@ -197,7 +197,7 @@ def _check_tensors(bundle: BundleSet, weights: list[WeightFile]) -> Iterator[Pro
     try:
         config = read_config(bundle.source)
     except ReshardError as error:
-        yield Problem("config.json", error.message)
+        yield Problem.of("config.json", error)
         return
     owner: dict[str, str] = {}
     for file in weights:
@@ -208,7 +208,8 @@ def _check_tensors(bundle: BundleSet, weights: list[WeightFile]) -> Iterator[Pro
                 yield Problem(file.path, f"holds {quoted(tensor.name)} a second time")
     manifest = bundle.manifest
     whole = len(manifest.present) == manifest.pp_size
-    if whole and len(owner) != manifest.model.tensors:
+    proved = {file.record.name for file in weights} == manifest.files().keys()
+    if whole and proved and len(owner) != manifest.model.tensors:
         yield Problem(".", f"{manifest.model.tensors:,} tensors expected, {len(owner):,} found")
 
 
@@ -220,7 +221,7 @@ def _check_engine(bundle: BundleSet, engine: str) -> Iterator[Problem]:
         config = read_config(bundle.source)
         placement = place(config, set().union(*kinds) - {"layer"}, engine, manifest.pp_size)
     except (CheckpointError, PlanError) as error:
-        yield Problem(".", error.message)
+        yield Problem.of(".", error)
         return
     version = f"{placement.engine.name} {placement.engine.version}"
     for kind, stages in placement.stages.items():
