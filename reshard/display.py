@@ -142,6 +142,7 @@ class Display:
             if name in used:
                 legend.append(block if self._draws_blocks() else letter, style=style)
                 legend.append(f" {name}  ")
+        legend.rstrip()
         return legend
 
     def _draws_blocks(self) -> bool:

@@ -118,7 +118,7 @@ def _warnings(modules: Mapping[str, str], forms: ExpertForms, config: ModelConfi
     uneven = [m for m, counts in forms.per_expert.items() if len(set(counts.values())) > 1]
     if uneven:
         yield (
-            f"{quoted(uneven[0])}: not every expert has the same tensors "
+            f"{quoted(min(uneven))}: not every expert has the same tensors "
             f"({len(uneven)} modules in all)"
         )
     experts = {module: max(counts.values()) for module, counts in forms.per_expert.items()}
@@ -127,6 +127,6 @@ def _warnings(modules: Mapping[str, str], forms: ExpertForms, config: ModelConfi
     wrong = [module for module, count in experts.items() if count != config.num_experts]
     if wrong and config.num_experts is not None:
         yield (
-            f"{quoted(wrong[0])} has {experts[wrong[0]]} experts, config.json says "
+            f"{quoted(min(wrong))} has {experts[min(wrong)]} experts, config.json says "
             f"{config.num_experts} ({len(wrong)} modules in all)"
         )

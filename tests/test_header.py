@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import CheckpointError, HeaderError, ReshardError
@@ -220,13 +220,11 @@ def spelled_out(tensors: list[TensorInfo]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-@settings(deadline=None)
 @given(tensor_lists())
 def test_a_written_header_is_the_canonical_one(tensors: list[TensorInfo]) -> None:
     assert encode_header(tensors) == spelled_out(tensors)
 
 
-@settings(deadline=None)
 @given(tensor_lists())
 def test_a_written_header_reads_back(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[TensorInfo]
@@ -252,7 +250,6 @@ def test_a_written_header_reads_back(
     assert {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in theirs} == expected
 
 
-@settings(deadline=None)
 @given(tensor_lists(dtypes=("F31", "I4", "bf16", "FP_X")))
 def test_dtypes_of_the_future_keep_their_bytes(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[TensorInfo]

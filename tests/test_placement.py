@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_a_tied_model_has_its_embedding_at_both_ends(tmp_path: Path) -> None:
     assert [stage for stage in four if "[embed]" in stage] == [["[embed]", "6", "7", "head"]]
     last = plan(path, 4).stages[3]
     assert last.replicas == ("embed",)
+
+
+def test_a_tied_model_keeps_an_lm_head_that_it_has(tmp_path: Path) -> None:
+    """Both tensors go along, but somebody should look at it."""
+    path = build(tmp_path, mtp=None)
+    config = json.loads((path / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    found = plan(path, 2)
+    assert components(found) == [["visual", "embed", *"0123"], ["[embed]", *"4567", "head"]]
+    head = [file for file in found.stages[1].files if file.component.kind == "head"]
+    assert [t.name for file in head for t in file.tensors].count("lm_head.weight") == 1
+    assert any("tie" in warning and "lm_head" in warning for warning in found.warnings)
+
+
+def test_an_untied_model_needs_its_lm_head(tmp_path: Path) -> None:
+    path = build(tmp_path, tied=True)
+    config = json.loads((path / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(PlanError, match="incomplete: no lm_head"):
+        plan(path, 2)
 
 
 def test_a_text_only_model(tmp_path: Path) -> None:

@@ -1,0 +1,266 @@
+"""The command line: documents, tables, messages, exit codes, and what goes to which stream."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import build, read_dir
+from tests.conftest import REPOSITORY, Cli
+
+
+def test_plan_document(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source", mtp="fused")
+    result = cli("plan", source, "--pp-size", 3, "--exclude", "visual", "--json")
+    document: dict[str, Any] = json.loads(result.out)
+    assert list(document) == [
+        "pp_size", "engine", "layers", "stages", "replicated", "excluded", "source", "warnings",
+        "notes",
+    ]  # fmt: skip
+    assert (document["pp_size"], document["engine"]) == (3, "sglang")
+    assert document["layers"] == [2, 3, 3]
+    original = read_dir(source)
+    sizes = {name: len(tensor[2]) for name, tensor in original.items()}
+    assert document["source"] == {
+        "model_type": "qwen3_5_moe",
+        "tensors": len(original),
+        "bytes": sum(sizes.values()),
+    }
+    visual = [size for name, size in sizes.items() if name.startswith("model.visual.")]
+    excluded = {"kind": "component", "name": "visual", "tensors": len(visual), "bytes": sum(visual)}
+    assert document["excluded"] == [excluded]
+    embed = sizes["model.language_model.embed_tokens.weight"]
+    assert document["replicated"] == [{"component": "embed", "stage": 2, "bytes": embed}]
+    assert document["warnings"] == []
+    first, _, last = document["stages"]
+    assert list(first) == [
+        "stage", "start_layer", "end_layer", "tensors", "bytes", "components", "files",
+    ]  # fmt: skip
+    assert (first["stage"], first["start_layer"], first["end_layer"]) == (0, 0, 2)
+    assert list(first["components"]) == ["embed", "layers"]
+    assert list(last["components"]) == ["embed", "layers", "head", "mtp"]
+    assert last["components"]["embed"] == embed
+    for stage in document["stages"]:
+        assert stage["bytes"] == sum(stage["components"].values())
+        assert stage["tensors"] == sum(file["tensors"] for file in stage["files"])
+    assert [file["name"] for file in last["files"]] == [
+        "model-embed.safetensors",
+        "model-layer-00005.safetensors",
+        "model-layer-00006.safetensors",
+        "model-layer-00007.safetensors",
+        "model-head.safetensors",
+        "model-mtp.safetensors",
+    ]
+    assert all(list(file) == ["name", "bytes", "tensors"] for file in last["files"])
+
+
+def test_plan_names_the_very_files_that_split_writes(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source", weights="fp8")
+    options = ("--pp-size", 3, "--engine", "vllm", "--json")
+    planned = json.loads(cli("plan", source, *options).out)
+    made = json.loads(cli("split", source, tmp_path / "out", *options).out)
+    assert {key: made[key] for key in planned} == planned
+    assert list(made)[len(planned) :] == [
+        "present", "set_id", "written", "linked", "reflinked", "copied", "reused", "launch",
+    ]  # fmt: skip
+    for stage in planned["stages"]:
+        directory = tmp_path / "out" / f"stage-{stage['stage']:02d}-of-03"
+        on_disk = {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
+        assert on_disk == {file["name"]: file["bytes"] for file in stage["files"]}
+
+
+def test_nodes_share_the_stages(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source", tied=True)
+    document = json.loads(cli("plan", source, "--pp-size", 4, "--nodes", 2, "--json").out)
+    assert [node["stages"] for node in document["nodes"]] == [[0, 1], [2, 3]]
+    assert document["nodes"][0]["bytes"] == sum(s["bytes"] for s in document["stages"][:2])
+    alone = json.loads(cli("plan", source, "--pp-size", 4, "--nodes", 1, "--json").out)
+    assert alone["nodes"][0]["bytes"] == document["source"]["bytes"]  # the replica counts once
+    assert cli("plan", source, "--pp-size", 4, "--nodes", 3).code == 2
+    assert cli("split", source, tmp_path / "out", "--pp-size", 4, "--nodes", 3).code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_of_the_plan(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    lines = cli("plan", source, "--pp-size", 2, "--exclude", "visual").out.splitlines()
+    assert lines[0].startswith(f"plan of {source}: qwen3_5_moe, 227 tensors, 565 kB, 2 stages")
+    assert lines[1].split() == [
+        "stage", "layers", "bytes", "by", "component", "files", "tensors", "replicas",
+    ]  # fmt: skip
+    assert lines[2].split()[:3] == ["0", "0-3", "235"]
+    assert lines[3].endswith("embed (10.2 kB)")
+    assert "█" in lines[3]
+    assert lines[4] == "░ embed  █ layers  ▓ head  ▞ mtp"
+    assert lines[5] == "excluded: visual, 45 tensors, 27.9 kB"
+
+
+def test_split_ends_with_the_launch_lines(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "my model")
+    out = tmp_path / "out"
+    lines = cli("split", source, out, "--pp-size", 2, "--nodes", 2).out.splitlines()
+    launch = (
+        "SGLANG_PP_LAYER_PARTITION=4,4 python -m sglang.launch_server "
+        "--model-path '/models/my model' --pp-size 2 --nnodes 2 --node-rank {} "
+        "--dist-init-addr HEAD:20000"
+    )
+    assert lines[-4:] == [
+        f"  node 0: reshard pull {out} '/models/my model' --stage 0",
+        "          " + launch.format(0),
+        f"  node 1: reshard pull {out} '/models/my model' --stage 1",
+        "          " + launch.format(1),
+    ]
+    other = tmp_path / "other"
+    options = ("--pp-size", 4, "--nodes", 2, "--engine", "vllm", "--json")
+    nodes = json.loads(cli("split", source, other, *options).out)["launch"]
+    assert [node["stages"] for node in nodes] == [[0, 1], [2, 3]]
+    assert nodes[1]["pull"].endswith("--stage 2-3")
+    assert nodes[1]["launch"] == (
+        "VLLM_PP_LAYER_PARTITION=2,2,2,2 vllm serve '/models/my model' --pipeline-parallel-size 4 "
+        "--nnodes 2 --node-rank 1 --master-addr HEAD --headless"
+    )
+    part = tmp_path / "part"
+    nodes = json.loads(cli("split", source, part, *options, "--stage", "2-3").out)["launch"]
+    assert [node["node"] for node in nodes] == [1]
+
+
+def test_large_layer_files_get_fewer_loader_threads(tmp_path: Path) -> None:
+    from reshard import build_plan, open_checkpoint
+    from reshard.launch import node_commands
+    from reshard.split import plan_manifest
+    from tests.checkpoints import write_sparse
+
+    for model, wanted in (("Qwen3.5-397B-A17B", True), ("Qwen3.5-35B-A3B", False)):
+        source = write_sparse(tmp_path / model, model, 20)
+        manifest = plan_manifest(build_plan(open_checkpoint(source), 4))
+        (first, *_) = node_commands(manifest, tmp_path / "out")
+        assert ('"num_threads": 2' in first.launch) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([], 0),
+        (["--help"], 0),
+        (["plan", "--help"], 0),
+        (["--version"], 0),
+        (["nonsense"], 2),
+        (["plan", "SOURCE"], 2),
+        (["plan", "SOURCE", "--pp-size", "0"], 2),
+        (["plan", "SOURCE", "--pp-size", "9"], 2),
+        (["plan", "SOURCE", "--pp-size", "two"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--engine", "tgi"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--layers", "4,4", "--balance"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--layers", "4"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--layers", "9,-1"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--exclude", "embed"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--replicate", "mtp"], 2),
+        (["plan", "SOURCE", "--pp-size", "2", "--include-file", "none.safetensors"], 2),
+        (["plan", "nowhere", "--pp-size", "2"], 1),
+        (["verify", "SOURCE"], 1),
+        (["plan", "SOURCE", "--pp-size", "2"], 0),
+        (["plan", "SOURCE", "--pp-size", "2", "--balance"], 0),
+    ],
+)
+def test_exit_codes(tmp_path: Path, cli: Cli, arguments: list[str], code: int) -> None:
+    source = build(tmp_path / "source")
+    result = cli(*[str(source) if a == "SOURCE" else a for a in arguments])
+    if arguments:  # without any, help is shown, whose code typer decides
+        assert result.code == code
+    assert "Traceback" not in result.err
+    if code == 1:
+        assert result.err.startswith("error: ")
+        assert "\nhint: " in result.err
+        assert result.out == ""
+
+
+def test_debug_shows_where_an_error_came_from(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reshard.errors import CheckpointError
+
+    monkeypatch.setenv("RESHARD_DEBUG", "1")
+    with pytest.raises(CheckpointError):
+        cli("plan", tmp_path / "nowhere", "--pp-size", 2)
+
+
+def test_streams(tmp_path: Path, cli: Cli) -> None:
+    """Without a terminal there is no bar: a line for each file on stderr, results on stdout."""
+    source = build(tmp_path / "source")
+    loud = cli("split", source, tmp_path / "loud", "--pp-size", 2)
+    lines = loud.err.splitlines()
+    assert len(lines) == 13
+    assert sum(line.startswith("written stage-0") for line in lines) == 12
+    assert "\r" not in loud.err
+    quiet = cli("split", source, tmp_path / "quiet", "--pp-size", 2, "--quiet")
+    assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
+    document = cli("split", source, tmp_path / "json", "--pp-size", 2, "--json", "--quiet")
+    assert (json.loads(document.out)["written"], document.err) == (12, "")
+    failing = cli("split", source, tmp_path / "quiet", "--pp-size", 3, "--quiet")
+    assert (failing.code, failing.out) == (1, "")
+    assert failing.err.startswith("error: ")
+
+
+def test_terminal_gets_a_bar_with_rate_and_time_left(tmp_path: Path) -> None:
+    source = build(tmp_path / "source")
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    command = [sys.executable, REPOSITORY / "cli.py", "split", source, tmp_path / "out"]
+    process = subprocess.Popen(
+        [*command, "--pp-size", "2"], stdout=subprocess.DEVNULL, stderr=terminal
+    )
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(main, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(main)
+    assert process.wait() == 0
+    assert b"split:" in shown
+    assert b"100%" in shown
+    assert b"B/s" in shown
+    assert b"written stage" not in shown
+
+
+def test_terminal_without_unicode_gets_letters(tmp_path: Path) -> None:
+    source = build(tmp_path / "source")
+    shown = subprocess.run(
+        [sys.executable, REPOSITORY / "cli.py", "plan", source, "--pp-size", "2"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+    ).stdout.decode("ascii")
+    assert "e embed  = layers  h head  m mtp" in shown
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, cli: Cli) -> None:
+    from tests.checkpoints import write_tensors
+
+    source = build(tmp_path / "source", shards=1, index=False)
+    tensors = read_dir(source)
+    for number in range(30):
+        tensors[f"\x1b[31mred{number}\n\x07[bold]" + "x" * 1000] = ("U8", (1,), b"1")
+    write_tensors(source / "model.safetensors", tensors)
+    result = cli("plan", source, "--pp-size", 2)
+    assert result.code == 1
+    assert "\x1b" not in result.err
+    assert "\x07" not in result.err
+    assert "30 tensors belong to no part of qwen3_5_moe" in result.err
+    assert result.err.count("\\x1b[31mred") == 10
+    assert "... and 20 more" in result.err
+    assert max(map(len, result.err.splitlines())) < 250
