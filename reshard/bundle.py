@@ -32,10 +32,7 @@ class BundleSet:
         source = LocalSource(path)
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
-                raise BundleError(
-                    f"{quoted(str(path))} is an unfinished output: it has no {MANIFEST_NAME} yet",
-                    hint="run the command that began it again; it continues where it stopped",
-                )
+                raise unfinished(path)
             raise BundleError(
                 f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
                 hint="give the output directory of reshard split or pull, or one of its stages",
@@ -84,14 +81,27 @@ class BundleSet:
 
         return tuple(stage for stage in self.manifest.present if intact(stage))
 
+    @property
+    def absent_stages(self) -> str:
+        """The stages that are not here, to be shown: `0, 2`."""
+        absent = set(range(self.manifest.pp_size)) - set(self.manifest.present)
+        return ", ".join(map(str, sorted(absent)))
+
     def require_all_stages(self, purpose: str) -> None:
         """Raise `BundleError` unless every stage is present."""
-        missing = sorted(set(range(self.manifest.pp_size)) - set(self.manifest.present))
-        if missing:
+        if self.absent_stages:
             raise BundleError(
-                f"stages {', '.join(map(str, missing))} are not here, and {purpose} needs all",
+                f"stages {self.absent_stages} are not here, and {purpose} needs all",
                 hint="split or pull the missing stages into the same directory first",
             )
+
+
+def unfinished(path: Path) -> BundleError:
+    """The error for a directory in which a run was begun and not finished."""
+    return BundleError(
+        f"{quoted(str(path))} is an unfinished output: it has no {MANIFEST_NAME} yet",
+        hint="run the command that began it again; it continues where it stopped",
+    )
 
 
 def checked_header(source: Source, path: str, record: FileRecord) -> SafetensorsHeader:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.bundle import BundleSet
+from reshard.bundle import PARTIAL_NAME, BundleSet, unfinished
 from reshard.config import ModelConfig
-from reshard.errors import BundleError, CheckpointError, UsageError, quoted
+from reshard.errors import BundleError, CheckpointError, UsageError, listed, quoted
 from reshard.header import SafetensorsHeader, TensorInfo
 from reshard.layout import ExpertLayouts, expert_layouts
 from reshard.manifest import MANIFEST_NAME
 from reshard.names import KINDS, Component, component_of
 from reshard.shards import Shards, read_shards
-from reshard.source import LocalSource, Source, sample
+from reshard.source import LocalSource, Source, is_plain_name, sample
 from reshard.strict_json import digest, parse_object
 
 _WEIGHT_SUFFIXES = (
@@ -83,6 +83,8 @@ def open_checkpoint(
     `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`.
     """
     source = LocalSource(Path(path))
+    if PARTIAL_NAME in source.directories() and MANIFEST_NAME not in source.files():
+        raise unfinished(source.root)
     config = read_config(source)
     if MANIFEST_NAME in source.files():
         if include_files or ignore_files:
@@ -98,15 +100,6 @@ def open_checkpoint(
         raise CheckpointError(f"{quoted(str(path))} holds no tensors")
     components = _by_component(shards, config)
     layouts = expert_layouts(shards.tensors.values(), config)
-    excluded = {e.name for e in bundle.manifest.excluded} if bundle else set()
-    if (
-        config.family.has_visual
-        and not excluded & {"visual"}
-        and Component("visual") not in components
-    ):
-        shards.warnings.append(
-            f"{config.model_type} without model.visual.*: engines leave the vision tower unloaded"
-        )
     return Checkpoint(
         source=source,
         config=config,
@@ -115,8 +108,13 @@ def open_checkpoint(
         layouts=layouts,
         left_out=tuple(shards.left_out),
         side_files=side_files,
-        gaps=tuple(_gaps(components, config)),
-        warnings=(*config.warnings, *shards.warnings, *layouts.warnings),
+        gaps=tuple(_gaps(components, config, bundle)),
+        warnings=(
+            *config.warnings,
+            *shards.warnings,
+            *layouts.warnings,
+            *_component_warnings(components, config, bundle),
+        ),
         notes=tuple(shards.notes),
         bundle=bundle,
     )
@@ -165,18 +163,31 @@ def _by_component(shards: Shards, config: ModelConfig) -> dict[Component, tuple[
 
 def _side_files(source: Source, shards: Shards) -> tuple[str, ...]:
     """Everything at the top level that is neither weights nor about the repository itself."""
-    if source.directories():
-        names = ", ".join(quoted(name) for name in source.directories()[:10])
-        shards.notes.append(f"sub-directories are not carried along: {names}")
-    return tuple(
+    directories = [name for name in source.directories() if not name.startswith(_NOT_CARRIED)]
+    if directories:
+        shards.notes.append(f"sub-directories are not carried along:{listed(directories)}")
+    names = [
         file
         for file in source.files()
         if not file.lower().endswith(_WEIGHT_SUFFIXES) and not file.startswith(_NOT_CARRIED)
-    )
+    ]
+    for name in names:
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{quoted(name)}: this file name cannot be carried along, it is not valid UTF-8",
+                hint="rename the file, or remove it",
+            )
+    return tuple(names)
 
 
-def _gaps(components: Mapping[Component, tuple[TensorInfo, ...]], config: ModelConfig) -> list[str]:
+def _gaps(
+    components: Mapping[Component, tuple[TensorInfo, ...]],
+    config: ModelConfig,
+    bundle: BundleSet | None,
+) -> list[str]:
     """What a complete model has and this checkpoint lacks."""
+    if bundle is not None and bundle.absent_stages:
+        return [f"stages {bundle.absent_stages} of {bundle.manifest.pp_size} are not here"]
     gaps = []
     layers = range(config.num_hidden_layers)
     missing = [str(n) for n in layers if Component("layer", n) not in components]
@@ -191,3 +202,19 @@ def _gaps(components: Mapping[Component, tuple[TensorInfo, ...]], config: ModelC
     if not config.tied and not any(name.startswith("lm_head.") for name in head):
         gaps.append("no lm_head, and config.json does not tie it to the embedding")
     return gaps
+
+
+def _component_warnings(
+    components: Mapping[Component, tuple[TensorInfo, ...]],
+    config: ModelConfig,
+    bundle: BundleSet | None,
+) -> Iterator[str]:
+    if bundle is not None and bundle.absent_stages:
+        return
+    excluded = {e.name for e in bundle.manifest.excluded} if bundle else set()
+    visual = Component("visual") in components or "visual" in excluded
+    if config.family.has_visual and not visual:
+        yield f"{config.model_type} without model.visual.*: engines leave the vision tower unloaded"
+    head = [tensor.name for tensor in components.get(Component("head"), ())]
+    if config.tied and any(name.startswith("lm_head.") for name in head):
+        yield "config.json ties lm_head to the embedding, but the checkpoint has both; both are kept"

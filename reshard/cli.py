@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.errors import Interrupted, ReshardError
+from reshard.errors import Interrupted, ReshardError, quoted
 
 if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
     from reshard.display import Bars, Display
@@ -106,7 +107,7 @@ def plan(
     from reshard.display import Display, size
 
     display = Display()
-    display.plan(document, _title(document, f"plan of {source}"))
+    display.plan(document, _title(document, f"plan of {quoted(source)}"))
     for node in document.get("nodes", []):
         stages = ", ".join(map(str, node["stages"]))
         display.line(f"node {node['node']}: stages {stages}, {size(node['bytes'])}")
@@ -158,12 +159,12 @@ def split(
         document["launch"] = [command._asdict() for command in commands]
         _print_json(document)
     else:
-        display.plan(document, _title(document, str(out)))
+        display.plan(document, _title(document, quoted(str(out))))
         display.line(_counts(document, out))
         display.launch(commands, outcome.manifest.engine.name)
     files = outcome.manifest.files().values()
     if not no_checksum and any(file.sha256 is None for file in files):
-        cure = f"reshard verify {out} --write-checksums"
+        cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
         display.messages((), (f"some files have no checksum on record; to add them: {cure}",))
 
 
@@ -206,7 +207,7 @@ def verify(
         state = "ok" if report.ok else f"{len(report.problems)} problems"
         display.line(f"{state}: {what}, {size(report.bytes)}{compared}")
     if report.unhashed:
-        cure = f"reshard verify {out} --write-checksums"
+        cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
         display.messages((), (f"{report.unhashed} files have no checksum; to add them: {cure}",))
     if not report.ok:
         raise typer.Exit(1)
@@ -356,11 +357,13 @@ def _counts(document: dict[str, Any], where: Path) -> str:
     from reshard.describe import HOWS
 
     counts = [f"{document[how]} {how}" for how in HOWS if document[how]]
-    return f"{where}: " + (", ".join(counts) if counts else "complete already, nothing to do")
+    return f"{quoted(str(where))}: " + (
+        ", ".join(counts) if counts else "complete already, nothing to do"
+    )
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json.dumps(document, indent=2))
 
 
 def main() -> None:

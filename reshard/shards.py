@@ -68,7 +68,9 @@ def read_shards(
     `UsageError` for an option that names no unindexed file.
     """
     index = read_index(source)
-    weights = sorted((f for f in source.files() if f.endswith(".safetensors")), key=natural_key)
+    # A directory of that name is no weight file either; reading it will say so.
+    entries = source.files() if index else (*source.files(), *source.directories())
+    weights = sorted((f for f in entries if f.endswith(".safetensors")), key=natural_key)
     indexed = set(index.weight_map.values()) if index else set()
     for file in (*include_files, *ignore_files):
         if file not in weights or file in indexed:
@@ -119,7 +121,7 @@ def _read_indexed(source: Source, index: WeightIndex, shards: Shards, config: Mo
     """The files that the index names. Takes the names that it finds out of `index.weight_map`."""
     weight_map = index.weight_map
     files = sorted(set(weight_map.values()), key=natural_key)
-    present = set(source.files())
+    present = {*source.files(), *source.directories()}
     _require_files([file for file in files if file not in present])
     _require_distinct(source, files)
     unlisted: list[TensorInfo] = []

@@ -115,7 +115,7 @@ class LocalSource:
             repo = cache.removeprefix("models--").replace("--", "/")
             if _COMMIT.fullmatch(root.name):
                 return {"repo": repo, "commit": root.name}
-        return {"directory": root.name}
+        return {"directory": os.fsencode(root.name).decode("utf-8", "replace")}
 
     def files(self) -> Sequence[str]:
         return self._files
