@@ -165,7 +165,7 @@ def split(
     files = outcome.manifest.files().values()
     if not no_checksum and any(file.sha256 is None for file in files):
         cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
-        display.messages((), (f"some files have no checksum on record; to add them: {cure}",))
+        display.messages((), (f"files without a checksum are there; to add them: {cure}",))
 
 
 @app.command()
@@ -184,7 +184,7 @@ def verify(
 ) -> None:
     """Prove that a set is whole: structure, sizes and hashes."""
     from reshard.checkpoint import open_checkpoint
-    from reshard.display import Display, size
+    from reshard.display import Display, counted, size
     from reshard.verify import verify as verify_set
 
     display = Display()
@@ -202,13 +202,14 @@ def verify(
     else:
         for problem in report.problems:
             display.line(f"{problem.file}: {problem.problem}")
-        what = f"{report.stages} stages, {report.files} files, {report.tensors:,} tensors"
+        counts = (report.stages, "stage"), (report.files, "file"), (report.tensors, "tensor")
+        what = ", ".join(counted(number, name) for number, name in counts)
         compared = ", equal to the source" if source is not None and report.ok else ""
-        state = "ok" if report.ok else f"{len(report.problems)} problems"
+        state = "ok" if report.ok else counted(len(report.problems), "problem")
         display.line(f"{state}: {what}, {size(report.bytes)}{compared}")
     if report.unhashed:
         cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
-        display.messages((), (f"{report.unhashed} files have no checksum; to add them: {cure}",))
+        display.messages((), (f"files without a checksum: {report.unhashed}; to add them: {cure}",))
     if not report.ok:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.finish import Outcome
 from reshard.launch import share_stages
 from reshard.manifest import Exclusion, ModelFacts, StageRecord
-from reshard.names import component_key
+from reshard.names import COMPONENT_KEYS, component_key
 from reshard.plan import ReshardPlan
 
 
@@ -65,6 +65,7 @@ def _set_document(
         "engine": engine,
         "layers": [stage.end_layer - stage.start_layer for stage in stages],
         "stages": [_stage_document(stage) for stage in stages],
+        "placement": _placement(stages),
         "replicated": [
             {"component": kind, "stage": stage.stage, "bytes": component_bytes(stage)[kind]}
             for stage in stages
@@ -80,6 +81,25 @@ def _set_document(
             "bytes": model.bytes + sum(e.bytes for e in excluded),
         },
     }
+
+
+def _placement(stages: Sequence[StageRecord]) -> list[dict[str, Any]]:
+    """Each component once, with the stages that hold it."""
+    placed: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    for stage in stages:
+        for file in stage.files:
+            key = component_key(file.component)
+            entry = placed.setdefault(
+                key, {"component": key, "tensors": 0, "bytes": 0, "stages": []}
+            )
+            if file.name not in seen:
+                seen.add(file.name)
+                entry["tensors"] += file.tensors
+                entry["bytes"] += file.tensor_bytes
+            if stage.stage not in entry["stages"]:
+                entry["stages"].append(stage.stage)
+    return [placed[key] for key in COMPONENT_KEYS if key in placed]
 
 
 def _stage_document(stage: StageRecord) -> dict[str, Any]:

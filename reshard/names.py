@@ -119,3 +119,6 @@ def natural_key(name: str) -> tuple[object, ...]:
 def component_key(component: Component) -> str:
     """The name under which JSON documents count a component: all layers together as `layers`."""
     return "layers" if component.kind == "layer" else component.kind
+
+
+COMPONENT_KEYS = tuple(component_key(Component(kind)) for kind in KINDS)

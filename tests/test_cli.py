@@ -24,8 +24,8 @@ def test_plan_document(tmp_path: Path, cli: Cli) -> None:
     result = cli("plan", source, "--pp-size", 3, "--exclude", "visual", "--json")
     document: dict[str, Any] = json.loads(result.out)
     assert list(document) == [
-        "pp_size", "engine", "layers", "stages", "replicated", "excluded", "source", "warnings",
-        "notes",
+        "pp_size", "engine", "layers", "stages", "placement", "replicated", "excluded", "source",
+        "warnings", "notes",
     ]  # fmt: skip
     assert (document["pp_size"], document["engine"]) == (3, "sglang")
     assert document["layers"] == [2, 3, 3]
@@ -40,6 +40,13 @@ def test_plan_document(tmp_path: Path, cli: Cli) -> None:
     excluded = {"kind": "component", "name": "visual", "tensors": len(visual), "bytes": sum(visual)}
     assert document["excluded"] == [excluded]
     embed = sizes["model.language_model.embed_tokens.weight"]
+    assert document["placement"][0] == {
+        "component": "embed",
+        "tensors": 1,
+        "bytes": embed,
+        "stages": [0, 2],
+    }
+    assert [place["stages"] for place in document["placement"][1:]] == [[0, 1, 2], [2], [2]]
     assert document["replicated"] == [{"component": "embed", "stage": 2, "bytes": embed}]
     assert document["warnings"] == []
     first, _, last = document["stages"]
@@ -101,8 +108,13 @@ def test_table_of_the_plan(tmp_path: Path, cli: Cli) -> None:
     assert lines[2].split()[:3] == ["0", "0-3", "235"]
     assert lines[3].endswith("embed (10.2 kB)")
     assert "█" in lines[3]
-    assert lines[4] == "░ embed  █ layers  ▓ head  ▞ mtp"
-    assert lines[5] == "excluded: visual, 45 tensors, 27.9 kB"
+    assert lines[4:] == [
+        "░ embed: 1 tensor, 10.2 kB -> stages 0, 1",
+        "█ layers: 138 tensors, 451 kB -> stages 0, 1",
+        "▓ head: 2 tensors, 10.3 kB -> stage 1",
+        "▞ mtp: 41 tensors, 66 kB -> stage 1",
+        "excluded: visual, 45 tensors, 27.9 kB",
+    ]
 
 
 def test_split_ends_with_the_launch_lines(tmp_path: Path, cli: Cli) -> None:
@@ -245,7 +257,7 @@ def test_terminal_without_unicode_gets_letters(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=True,
     ).stdout.decode("ascii")
-    assert "e embed  = layers  h head  m mtp" in shown
+    assert "\nm mtp: 41 tensors, 66 kB -> stage 1\n" in shown
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, cli: Cli) -> None:
