@@ -201,7 +201,7 @@ def verify(
         _print_json(report.document())
     else:
         for problem in report.problems:
-            display.line(f"{problem.file}: {problem.problem}")
+            display.line(f"{quoted(problem.file)}: {problem.problem}")
         counts = (report.stages, "stage"), (report.files, "file"), (report.tensors, "tensor")
         what = ", ".join(counted(number, name) for number, name in counts)
         compared = ", equal to the source" if source is not None and report.ok else ""
@@ -372,7 +372,10 @@ def main() -> None:
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ReshardError as error:
         if os.environ.get("RESHARD_DEBUG") == "1":
             raise
@@ -380,3 +383,7 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # of standard output; errors of files are StorageError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        sys.exit(1)

@@ -253,12 +253,19 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
             )
             known = replace(records.setdefault(file.name, file), sha256=file.sha256)
             check(known == file, f"{file.name} differs between stages")
+        kinds = {file.component.kind for file in stage.files} - {"layer"}
+        check(
+            set(stage.replicas) <= kinds and len(set(stage.replicas)) == len(stage.replicas),
+            f"the replicas of stage {stage.stage} are not among its files",
+        )
         own = {f.component.layer_id for f in stage.files} - {None}
         owned = range(stage.start_layer, stage.end_layer)
         check(
             len(own) == len(owned) and all(layer in owned for layer in own),
             f"the files of stage {stage.stage} are not those of its layers",
         )
+    for exclusion in manifest.excluded:
+        check(exclusion.kind in ("component", "tensor"), "exclusions are components or tensors")
     for side in manifest.side_files:
         ok = is_plain_name(side.name) and side.name != MANIFEST_NAME
         ok = ok and not side.name.endswith((".safetensors", ".index.json"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.bundle import BundleSet
+from reshard.bundle import PARTIAL_NAME, BundleSet
 from reshard.copy import default_jobs, run_tasks
 from reshard.errors import storage_errors
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
@@ -33,7 +33,7 @@ def merge(
     bundle.require_all_stages("a merge")
     records = bundle.manifest.files()
     tasks = link_tasks(bundle, set(records))
-    if _is_merged(root, bundle):
+    if not (root / PARTIAL_NAME).exists() and _is_merged(root, bundle):
         return Outcome(root, bundle.manifest, {})
     check_usable(root)
     begun_as = {"command": "merge", "set": bundle.manifest.set_id}

@@ -71,46 +71,40 @@ def balanced_partition(
     `layer_bytes`: bytes of each layer; `stage_bytes`: what each stage holds beside its layers;
     `first_minimum`: layers that stage 0 must own at least.
 
-    For a given limit, stages filled from the last one backwards leave the first ones as small as
-    can be, so a search for the smallest limit that works gives the optimum.
-
     Raises `UsageError` where there are more stages than layers, `PlanError` where the minimum
     cannot be met.
     """
     layers, pp_size = len(layer_bytes), len(stage_bytes)
     if pp_size > layers:
         raise UsageError(f"--pp-size {pp_size}: the model has only {layers} layers")
-    minimum = max(first_minimum, 1)
-    if minimum + pp_size - 1 > layers:
+    minimum = [max(first_minimum, 1), *[1] * (pp_size - 1)]
+    if sum(minimum) > layers:
         raise PlanError(
-            f"{layers} layers cannot give stage 0 its {minimum} and {pp_size - 1} others one each"
+            f"{layers} layers cannot give stage 0 its {minimum[0]} and {pp_size - 1} others one each"
         )
     prefix = [0, *accumulate(layer_bytes)]
-
-    def fill(limit: int) -> list[int] | None:
-        counts = []
-        end = layers
-        for stage in range(pp_size - 1, 0, -1):
-            floor = minimum + stage - 1  # layers that the stages before this one need
-            start = end - 1
-            while start > floor and prefix[end] - prefix[start - 1] + stage_bytes[stage] <= limit:
-                start -= 1
-            if prefix[end] - prefix[start] + stage_bytes[stage] > limit:
-                return None
-            counts.append(end - start)
-            end = start
-        counts.append(end)
-        return counts[::-1] if prefix[end] + stage_bytes[0] <= limit else None
-
-    low, high = 0, prefix[-1] + sum(stage_bytes)
-    while low < high:
-        middle = (low + high) // 2
-        if fill(middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    counts = fill(low)
-    assert counts is not None, "everything fits into the sum of everything"
+    # largest[stage][start]: the largest stage where `stage` and those after it share the layers
+    # from `start` on, cut as well as can be; one dimension at a time, from the last stage back.
+    unreachable = prefix[-1] + sum(stage_bytes) + 1
+    largest = [[unreachable] * (layers + 1) for _ in range(pp_size)]
+    largest.append([unreachable] * layers + [0])
+    for stage in range(pp_size - 1, -1, -1):
+        for start in range(layers):
+            best = unreachable
+            for end in range(start + minimum[stage], layers + 1):
+                own = prefix[end] - prefix[start] + stage_bytes[stage]
+                if own >= best:
+                    break
+                best = min(best, max(own, largest[stage + 1][end]))
+            largest[stage][start] = best
+    limit, start = largest[0][0], 0
+    counts = []
+    for stage in range(pp_size):
+        end = start + minimum[stage]
+        while largest[stage + 1][end] > limit:
+            end += 1
+        counts.append(end - start)
+        start = end
     return Partition("balanced", tuple(counts))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reshard.canonical import FilePlan, plan_files
 from reshard.checkpoint import Checkpoint
 from reshard.errors import PlanError, UsageError
+from reshard.layout import NONE
 from reshard.manifest import Exclusion, FileRecord, ModelFacts, StageRecord
 from reshard.names import KINDS, Component
 from reshard.partition import (
@@ -60,12 +61,13 @@ class ReshardPlan:
     def model_facts(self) -> ModelFacts:
         config, layouts = self.checkpoint.config, self.checkpoint.layouts
         files = self.files().values()
+        has_mtp = any(file.component.kind == "mtp" for file in files)
         return ModelFacts(
             model_type=config.model_type,
             num_hidden_layers=config.num_hidden_layers,
             num_experts=config.num_experts,
             expert_layout=layouts.of(mtp=False),
-            mtp_expert_layout=layouts.of(mtp=True),
+            mtp_expert_layout=layouts.of(mtp=True) if has_mtp else NONE,
             quant_method=config.quant_method,
             tied=config.tied,
             tensors=sum(len(file.tensors) for file in files),

@@ -260,6 +260,33 @@ def test_terminal_without_unicode_gets_letters(tmp_path: Path) -> None:
     assert "\nm mtp: 41 tensors, 66 kB -> stage 1\n" in shown
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "SOURCE", "--pp-size", "2"]])
+def test_output_that_cannot_be_written(tmp_path: Path, arguments: list[str]) -> None:
+    source = build(tmp_path / "source")
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, REPOSITORY / "cli.py"]
+            + [str(source) if a == "SOURCE" else a for a in arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert process.returncode == 1
+    assert process.stderr == "error: standard output: No space left on device\n"
+
+
+def test_stray_file_with_a_hostile_name(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    (tmp_path / "out" / "\x1b[31mx.safetensors").write_bytes(b"")
+    result = cli("verify", tmp_path / "out")
+    assert result.code == 1
+    assert "\\x1b[31mx.safetensors: is not part of the set" in result.out
+    assert "\x1b" not in result.out + result.err
+
+
 def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, cli: Cli) -> None:
     from tests.checkpoints import write_tensors
 

@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import RELEASES, build
 from tests.checkpoints import config as released_config
 
-NESTED = {
+NESTED: dict[str, Any] = {
     "model_type": "qwen3_5_moe",
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
     "text_config": {
@@ -34,7 +34,7 @@ def read(**changes: Any) -> ModelConfig:
 
 def text(**changes: Any) -> dict[str, Any]:
     """The `text_config` of `NESTED` with other fields; None takes a field out."""
-    nested = {**dict(NESTED["text_config"]), **changes}  # type: ignore[call-overload]
+    nested = {**NESTED["text_config"], **changes}
     return {k: v for k, v in nested.items() if v is not None}
 
 
@@ -235,13 +235,13 @@ def test_missing_model_type() -> None:
         read(model_type=["qwen3_5_moe"])
 
 
-def test_missing_layer_count_says_where_it_was_looked_for() -> None:
-    for config in ({"text_config": {}}, {"text_config": None}, {"text_config": "qwen"}):
-        with pytest.raises(CheckpointError) as refusal:
-            read(**config)
-        message = refusal.value.message
-        assert "num_hidden_layers is missing" in message
-        assert "text_config" in message and "top level" in message
+@pytest.mark.parametrize("text_config", [{}, None, "qwen"])
+def test_missing_layer_count_says_where_it_was_looked_for(text_config: object) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        read(text_config=text_config)
+    message = refusal.value.message
+    assert "num_hidden_layers is missing" in message
+    assert "text_config" in message and "top level" in message
 
 
 @pytest.mark.parametrize("layers", [0, 100_001, 10**30])

@@ -53,6 +53,17 @@ def test_merge_again_does_nothing(tmp_path: Path, cli: Cli) -> None:
     assert cli("merge", tmp_path / "out", tmp_path / "merged").code == 2
 
 
+def test_merge_killed_at_the_very_end_is_cleaned_up(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    cli("merge", tmp_path / "out", tmp_path / "merged")
+    (tmp_path / "merged/.reshard-partial").mkdir()
+    assert cli("plan", tmp_path / "merged", "--pp-size", 2).code == 1
+    assert cli("merge", tmp_path / "out", tmp_path / "merged").code == 0
+    assert not (tmp_path / "merged/.reshard-partial").exists()
+    assert cli("plan", tmp_path / "merged", "--pp-size", 2).code == 0
+
+
 def test_merge_needs_every_stage_and_every_file(tmp_path: Path, cli: Cli) -> None:
     source = build(tmp_path / "source")
     cli("split", source, tmp_path / "some", "--pp-size", 3, "--stage", "0-1")

@@ -228,6 +228,14 @@ def test_the_heavier_ends_get_fewer_layers() -> None:
 def test_the_first_stage_keeps_its_minimum_though_it_is_heavy() -> None:
     assert balanced_partition([10] * 8, [1000, 0], 3).counts == (3, 5)
     assert balanced_partition([10] * 8, [1000, 0]).counts == (1, 7)
+    # What is best with the minimum: the last stage may be as large as the first one must be.
+    assert balanced_partition([10, 10, 10, 1, 7, 7, 7], [0, 0, 0]).counts == (2, 3, 2)
+    assert balanced_partition([10, 10, 10, 1, 7, 7, 7], [0, 0, 0], 3).counts == (3, 1, 3)
+
+
+def test_a_heavy_stage_gets_the_lighter_layer() -> None:
+    """Filling stages one by one, as far as they go, would miss this."""
+    assert balanced_partition([6, 11, 6, 13], [7, 18, 2]).counts == (2, 1, 1)
 
 
 def test_a_minimum_that_cannot_be_met_is_refused() -> None:

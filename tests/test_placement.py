@@ -261,12 +261,18 @@ def test_the_first_stage_must_own_all_deepstack_layers(
     tmp_path: Path, engine: str, family: str
 ) -> None:
     path = build(tmp_path, family)
-    for options in ({}, {"exclude": ["visual"]}, {"layers": (2, 2, 2, 2)}):
+    refused: list[dict[str, Any]] = [{}, {"exclude": ["visual"]}, {"layers": (2, 2, 2, 2)}]
+    for options in refused:
         with pytest.raises(PlanError, match=r"stage 0 would own 2 layers.*the first 3 layers"):
             plan(path, 4, engine=engine, **options)
     with pytest.raises(PlanError, match="deepstack"):
         plan(path, 2, engine=engine, layers=(2, 6))
-    for options in ({"layers": (3, 2, 2, 1)}, {"layers": (3, 1, 1, 3)}, {"balance": True}):
+    fine: list[dict[str, Any]] = [
+        {"layers": (3, 2, 2, 1)},
+        {"layers": (3, 1, 1, 3)},
+        {"balance": True},
+    ]
+    for options in fine:
         assert plan(path, 4, engine=engine, **options).partition.counts[0] >= 3
     assert plan(path, 1, engine=engine).partition.counts == (8,)
 

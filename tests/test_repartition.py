@@ -25,11 +25,14 @@ def test_new_partition_links_every_file(tmp_path: Path, cli: Cli) -> None:
     assert verify(tmp_path / "b", source=open_checkpoint(source)).ok
 
 
-def test_new_partition_equals_a_split_of_the_original(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("exclude", [[], ["--exclude", "mtp"], ["--exclude", "visual"]])
+def test_new_partition_equals_a_split_of_the_original(
+    tmp_path: Path, cli: Cli, exclude: list[str]
+) -> None:
     source = build(tmp_path / "source")
-    cli("split", source, tmp_path / "a", "--pp-size", 4)
+    cli("split", source, tmp_path / "a", "--pp-size", 4, *exclude)
     cli("split", tmp_path / "a", tmp_path / "b", "--pp-size", 3)
-    cli("split", source, tmp_path / "c", "--pp-size", 3)
+    cli("split", source, tmp_path / "c", "--pp-size", 3, *exclude)
     again, direct = tree(tmp_path / "b"), tree(tmp_path / "c")
     manifests = json.loads(again.pop("reshard.json")), json.loads(direct.pop("reshard.json"))
     assert again == direct

@@ -247,6 +247,7 @@ def hostile_manifests() -> list[tuple[str, Callable[[dict[str, object]], None], 
         ("text", lambda m: m.update(present="0"), "is not what belongs here"),
         ("absent stage", lambda m: m.update(present=[7]), "present names no stage of the set"),
         ("negative", lambda m: m.update(present=[-1]), "is not what belongs here"),
+        ("replicas", lambda m: m["stages"][1].update(replicas=["foo"]), "replicas of stage 1"),  # type: ignore[index]
         ("no stages", lambda m: m.update(stages=[]), "there are no stages"),
         ("edited", lambda m: m["engine"].update(name="vllm"), "the content gives"),  # type: ignore[attr-defined]
     ]
