@@ -55,6 +55,10 @@ class FileTask:
     same_as: Path | None = None
     sha256: str | None = None
 
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
@@ -63,6 +67,10 @@ class FinishedTask:
     path: str
     how: str
     sha256: str | None
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
 
 def default_jobs() -> int:
@@ -73,29 +81,29 @@ def default_jobs() -> int:
 
 def run_tasks(
     tasks: Sequence[FileTask],
+    *,
     source: Source,
     output: OutputDirectory,
-    *,
     jobs: int,
     checksums: bool,
     progress: Progress,
     label: str,
     more_bytes: int = 0,
-) -> dict[str, FinishedTask]:
-    """Bring files into an output, the largest first, `jobs` at a time; results by path.
+) -> list[FinishedTask]:
+    """Bring files into an output, the largest first, `jobs` at a time.
 
     Raises `OutputError` where the disk has too little room for what cannot be linked and for
-    `more_bytes`, which the caller will write afterwards. Where one
-    file fails, the others stop, and what is finished stays for a later run.
+    `more_bytes`, which the caller will write afterwards. Where one file fails, the others stop, and
+    what is finished stays for a later run.
     """
-    finished: dict[str, FinishedTask] = {}
+    finished = []
     todo = []
     for task in tasks:
         reused = output.reusable(task.path, task.size, checksum=checksums)
         if reused is None:
             todo.append(task)
         else:
-            finished[task.path] = FinishedTask(task.path, "reused", reused.sha256)
+            finished.append(FinishedTask(task.path, "reused", reused.sha256))
             progress.finish_file(task.path, "reused")
     todo.sort(key=lambda task: (-task.size, task.path))
     to_copy = sum(task.size for task in todo if not _may_link(task, output.root))
@@ -108,8 +116,7 @@ def run_tasks(
         progress.finish_file(task.path, done.how)
         return done
 
-    for done in in_parallel(bring, todo, jobs):
-        finished[done.path] = done
+    finished += in_parallel(bring, todo, jobs)
     return finished
 
 
@@ -174,21 +181,33 @@ def _bring(
         pieces = watched(chain([header], data), stop, progress)
         sha256 = write_pieces(task.path, pieces, output, checksums)
         return FinishedTask(task.path, "written", sha256)
-    how = _link(task.same_as, task.path, output)
+    return _take(task, task.same_as, output, checksums, stop, progress)
+
+
+def _take(
+    task: FileTask,
+    existing: Path,
+    output: OutputDirectory,
+    checksums: bool,
+    stop: Event,
+    progress: Progress,
+) -> FinishedTask:
+    """Bring in a file whose bytes exist: linked, or copied and compared with its checksum."""
+    how = _link(existing, task.path, output)
+    whole = Range(existing.name, 0, task.size)
+    pieces = watched(LocalSource(existing.parent).read_many([whole]), stop, progress)
     sha256 = task.sha256
-    if how is not None and (sha256 is not None or not checksums):
-        return FinishedTask(task.path, how, sha256)
-    whole = Range(task.same_as.name, 0, task.size)
-    pieces = watched(LocalSource(task.same_as.parent).read_many([whole]), stop, progress)
     if how is not None:
-        return FinishedTask(task.path, how, hash_pieces(pieces))
-    sha256 = write_pieces(task.path, pieces, output, checksums or task.sha256 is not None)
-    if None not in (sha256, task.sha256) and sha256 != task.sha256:
+        if checksums and sha256 is None:
+            sha256 = hash_pieces(pieces)
+        return FinishedTask(task.path, how, sha256)
+    found = write_pieces(task.path, pieces, output, checksums or sha256 is not None)
+    if sha256 is not None and found != sha256:
         raise BundleError(
-            f"{quoted(str(task.same_as))}: its sha256 is {sha256}, the manifest says {task.sha256}",
+            f"{quoted(str(existing))}: its sha256 is {found}, the manifest says {sha256}",
             hint="the file is damaged; fetch or split it again",
         )
-    return FinishedTask(task.path, "copied", sha256)
+    return FinishedTask(task.path, "copied", found)
 
 
 def hash_pieces(pieces: Iterable[memoryview]) -> str:

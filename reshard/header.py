@@ -107,7 +107,7 @@ def parse_header(file: str, raw: bytes, size: int) -> SafetensorsHeader:
     if raw[8:9] != b"{":
         raise HeaderError(f"{what}: header must start with {{ (found {raw[8:9]!r})")
     entries = parse_object(
-        raw[8:], f"{what}: header", HeaderError, duplicate="duplicate tensor name"
+        raw[8:], f"{what}: header", HeaderError, duplicate="duplicate tensor name or field"
     )
     metadata = _metadata(what, entries.pop("__metadata__", None))
     try:

@@ -40,8 +40,8 @@ def merge(
     with OutputDirectory.hold(root, begun_as) as output:
         done = run_tasks(
             tasks,
-            bundle.source,
-            output,
+            source=bundle.source,
+            output=output,
             jobs=jobs or default_jobs(),
             checksums=False,
             progress=progress or Silent(),
@@ -50,7 +50,7 @@ def merge(
         )
         index = index_of(LocalSource(root), records)
         finish_directory(output, "", bundle.source, bundle.manifest, *index, with_manifest=False)
-    return Outcome.of(root, bundle.manifest, done.values())
+    return Outcome.of(root, bundle.manifest, done)
 
 
 def _is_merged(root: Path, bundle: BundleSet) -> bool:

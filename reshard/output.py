@@ -126,10 +126,12 @@ class OutputDirectory:
             return None
         if checksum and finished.sha256 is None:
             return None
-        with suppress(FileNotFoundError), storage_errors(self.root / path):
-            status = os.lstat(self.root / path)
-            return finished if FileStamp.of(status) == finished.stamp else None
-        return None
+        with storage_errors(self.root / path):
+            try:
+                status = os.lstat(self.root / path)
+            except FileNotFoundError:
+                return None
+        return finished if FileStamp.of(status) == finished.stamp else None
 
     def record(self, path: str, sha256: str | None) -> None:
         """Write to the journal that a file is finished."""
@@ -285,26 +287,43 @@ def _append(journal: Path, line: Mapping[str, Any]) -> None:
 
 
 def _read_journal(journal: Path, begun_as: Mapping[str, Any]) -> dict[str, FinishedFile] | None:
-    """The finished files of an earlier run, or None where there was none."""
+    """The finished files of an earlier run, or None where there was none.
+
+    What a kill or a power failure has torn at the end is cut off, so that it can be continued.
+    """
     with storage_errors(journal):
         if not journal.exists():
             return None
         content = journal.read_bytes()
-    # A killed run may have left half a line at the end; only whole lines count.
-    lines = [json.loads(line) for line in content.split(b"\n")[:-1]]
-    if not lines:
+    head: dict[str, Any] | None = None
+    finished: dict[str, FinishedFile] = {}
+    intact = 0
+    for line in content.splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+            if head is None:
+                head = dict(entry.items())
+            else:
+                stamp = FileStamp(*entry["stamp"])
+                finished[entry["file"]] = FinishedFile(entry["sha256"], stamp)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            break
+        if not line.endswith(b"\n"):
+            break
+        intact += len(line)
+    with storage_errors(journal):
+        os.truncate(journal, intact)
+    if head is None or intact == 0:
         return None
     for key, value in begun_as.items():
-        if lines[0].get(key) != value:
+        if head.get(key) != value:
             raise OutputError(
                 f"{quoted(str(journal.parent.parent))} was begun with another {key}: "
-                f"{_shown(lines[0].get(key))}, now {_shown(value)}",
+                f"{_shown(head.get(key))}, now {_shown(value)}",
                 hint="finish it as it was begun, or choose another output directory "
                 "(or remove this one)",
             )
-    return {
-        line["file"]: FinishedFile(line["sha256"], FileStamp(*line["stamp"])) for line in lines[1:]
-    }
+    return finished
 
 
 def _shown(value: Any) -> str:

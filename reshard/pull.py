@@ -51,8 +51,8 @@ def pull(
     with OutputDirectory.hold(root, begun_as) as output:
         done = run_tasks(
             tasks,
-            bundle.source,
-            output,
+            source=bundle.source,
+            output=output,
             jobs=jobs or default_jobs(),
             checksums=False,
             progress=progress or Silent(),
@@ -60,13 +60,13 @@ def pull(
             more_bytes=side_bytes(bundle.manifest),
         )
         sha256 = {f.name: f.sha256 for f in there.manifest.files().values()} if there else {}
-        sha256 |= {path: task.sha256 for path, task in done.items()}
+        sha256 |= {task.name: task.sha256 for task in done}
         present = tuple(sorted({*wanted, *intact}))
         seen = bundle.manifest.seen_from(present, sha256, root=False)
         finish_directory(
             output, "", bundle.source, seen, *index_of(LocalSource(root), seen.files())
         )
-    return Outcome.of(root, seen, done.values())
+    return Outcome.of(root, seen, done)
 
 
 def link_tasks(bundle: BundleSet, names: set[str]) -> list[FileTask]:

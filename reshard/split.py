@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.bundle import PARTIAL_NAME, BundleSet, stage_directory
 from reshard.canonical import FilePlan
-from reshard.copy import FileTask, FinishedTask, default_jobs, hash_pieces, run_tasks
+from reshard.copy import FileTask, default_jobs, hash_pieces, run_tasks
 from reshard.errors import OutputError, quoted
 from reshard.finish import Outcome, finish_directory, side_bytes
 from reshard.manifest import (
@@ -62,25 +63,21 @@ def split(
     with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
         for stage in wanted:
             output.make_directory(stage_directory(stage, plan.pp_size))
+        run = partial(
+            run_tasks,
+            source=source,
+            output=output,
+            jobs=jobs or default_jobs(),
+            checksums=checksums,
+            progress=progress or Silent(),
+            more_bytes=side_bytes(manifest, len(wanted) + 1),
+        )
         new, replicas = _tasks(plan, wanted, intact, root)
-        known = {f.name: f.sha256 for f in current.manifest.files().values()} if current else {}
-        done: dict[str, FinishedTask] = {}
-        for tasks, label in ((new, "split"), (replicas, "replicas")):
-            sha256 = known | {Path(path).name: task.sha256 for path, task in done.items()}
-            done |= run_tasks(
-                [
-                    replace(task, sha256=task.sha256 or sha256.get(Path(task.path).name))
-                    for task in tasks
-                ],
-                source,
-                output,
-                jobs=jobs or default_jobs(),
-                checksums=checksums,
-                progress=progress or Silent(),
-                label=label,
-                more_bytes=side_bytes(manifest, len(wanted) + 1),
-            )
-        sha256 = known | {Path(path).name: task.sha256 for path, task in done.items()}
+        done = run(new, label="split")
+        sha256 = {f.name: f.sha256 for f in current.manifest.files().values()} if current else {}
+        sha256 |= {task.name: task.sha256 for task in done}
+        done += run([replace(t, sha256=sha256.get(t.name)) for t in replicas], label="replicas")
+        sha256 |= {task.name: task.sha256 for task in done}
         for stage in wanted:
             directory = stage_directory(stage, plan.pp_size)
             paths = {file.name: file.name for file in plan.stages[stage].files}
@@ -89,7 +86,7 @@ def split(
         present = tuple(sorted({*wanted, *intact}))
         seen = manifest.seen_from(present, sha256, root=True)
         finish_directory(output, "", source, seen, *_index(plan, _root_paths(plan, present)))
-    return Outcome.of(root, seen, done.values())
+    return Outcome.of(root, seen, done)
 
 
 def plan_manifest(plan: ReshardPlan) -> Manifest:

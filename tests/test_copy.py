@@ -70,19 +70,20 @@ def test_files_are_made_of_tensors_from_anywhere(
         with OutputDirectory.hold(root, {"command": "test"}) as output:
             done = run_tasks(
                 [FileTask(name, size, tensors=tensors) for name in ("x", "y", "z")],
-                source,
-                output,
+                source=source,
+                output=output,
                 jobs=jobs,
                 checksums=checksums,
                 progress=Silent(),
                 label="test",
             )
         assert sorted(path.name for path in root.iterdir()) == ["x", "y", "z"]
-        for name in ("x", "y", "z"):
-            content = (root / name).read_bytes()
+        assert sorted(task.name for task in done) == ["x", "y", "z"]
+        for task in done:
+            content = (root / task.name).read_bytes()
             assert content == header + data
             expected = hashlib.sha256(content).hexdigest() if checksums else None
-            assert (done[name].how, done[name].sha256) == ("written", expected)
+            assert (task.how, task.sha256) == ("written", expected)
 
 
 @given(
