@@ -27,12 +27,12 @@ class BundleSet:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: Path) -> BundleSet:
+    def open(cls, path: str | Path) -> BundleSet:
         """Open a directory that holds a finished set. Raises `BundleError` where it holds none."""
-        source = LocalSource(path)
+        source = LocalSource(Path(path))
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
-                raise unfinished(path)
+                raise unfinished(source.root)
             raise BundleError(
                 f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
                 hint="give the output directory of reshard split or pull, or one of its stages",

@@ -259,13 +259,12 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Turn a set back into one ordinary checkpoint."""
-    from reshard.bundle import BundleSet
     from reshard.display import Display
     from reshard.merge import merge as merge_set
 
     display = Display(quiet=quiet)
     with _working(display) as bars:
-        outcome = merge_set(BundleSet.open(out), dest, progress=bars)
+        outcome = merge_set(out, dest, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
 
 
@@ -286,10 +285,9 @@ def pull(
     from reshard.pull import pull as pull_stages
 
     display = Display(quiet=quiet)
-    bundle = BundleSet.open(out)
-    stages = parse_stages(stage, bundle.manifest.pp_size)
+    stages = parse_stages(stage, BundleSet.open(out).manifest.pp_size)
     with _working(display) as bars:
-        outcome = pull_stages(bundle, dest, stages, progress=bars)
+        outcome = pull_stages(out, dest, stages, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
 
 

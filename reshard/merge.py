@@ -16,18 +16,19 @@ from reshard.source import LocalSource
 
 
 def merge(
-    bundle: BundleSet,
+    out: str | Path,
     dest: str | Path,
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write every tensor of a set once into the directory `dest`, with the side files and an index.
+    """Write every tensor of the set `out` once into the directory `dest`: an ordinary checkpoint.
 
     Files are linked where the file system allows it, else copied and checked. What the set
     excluded stays excluded. Raises `BundleError` where a stage or a file is missing or is not what
     the manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
+    bundle = BundleSet.open(out)
     root = Path(dest)
     check_apart(root, bundle.source.root)
     bundle.require_all_stages("a merge")

@@ -16,19 +16,22 @@ from reshard.source import LocalSource
 
 
 def pull(
-    bundle: BundleSet,
+    out: str | Path,
     dest: str | Path,
     stages: Sequence[int],
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Make `dest` a flat model directory with the given stages of a set, beside those it has.
+    """Make `dest` a flat model directory with the given stages of the set `out`.
+
+    Stages of the same set that are there already stay.
 
     Files are linked where the file system allows it, else copied and checked against the
     manifest. Raises `BundleError` where the set lacks a stage or a file, or a file is not what the
     manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
+    bundle = BundleSet.open(out)
     root = Path(dest)
     check_apart(root, bundle.source.root)
     check_usable(root)

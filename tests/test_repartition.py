@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,31 @@ def test_files_of_a_hub_cache_are_not_linked(tmp_path: Path, cli: Cli) -> None:
     assert document["copied"] + document["reflinked"] == 12
     made = list((tmp_path / "b").rglob("*.safetensors"))
     assert not any(path.is_symlink() or path.stat().st_ino in inodes for path in made)
+
+
+@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="needs btrfs-progs")
+def test_blocks_are_shared_where_a_file_cannot_be_linked(tmp_path: Path, cli: Cli) -> None:
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(200_000_000)
+    subprocess.run(["mkfs.btrfs", "-q", image], check=True)
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-o", "loop", image, disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        source = build(disk / "source")
+        cli("split", source, disk / "a", "--pp-size", 2)
+        blob = disk / "blob"
+        file = disk / "a/stage-00-of-02/model-layer-00000.safetensors"
+        file.rename(blob)
+        file.symlink_to(blob)
+        made = cli("split", disk / "a", disk / "b", "--pp-size", 3, "--json")
+        document = json.loads(made.out)
+        assert (document["reflinked"], document["linked"], document["copied"]) == (1, 12, 0)
+        assert verify(disk / "b", source=open_checkpoint(source)).ok
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_linked_file_keeps_its_checksum_and_gets_a_missing_one(tmp_path: Path, cli: Cli) -> None:

@@ -14,7 +14,7 @@ import pytest
 from examples.tiny_checkpoint import nbytes
 from reshard.config import ModelConfig
 from reshard.names import component_key, component_of
-from tests.checkpoints import config, inventory, write_sparse
+from tests.checkpoints import build, config, inventory, write_sparse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,18 +106,22 @@ main()
 """
 
 
-def plan(source: Path, *options: str) -> Planned:
-    """Run `reshard plan --json` in a process of its own."""
+def measured(command: str, *arguments: object) -> Planned:
+    """Run a command of reshard with `--json` in a process of its own."""
     if not Path("/proc/self/status").exists():
         pytest.skip("peak memory is read from /proc, which this system lacks")
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, "plan", str(source), "--json", *options],
+        [sys.executable, "-c", _MEASURED, command, *map(str, arguments), "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
     return Planned(json.loads(done.stdout), 1024 * int(done.stderr.split()[-1]))
+
+
+def plan(source: Path, *options: str) -> Planned:
+    return measured("plan", source, *options)
 
 
 def sparse(path: Path, release: str) -> Path:
@@ -172,3 +176,25 @@ def test_the_most_tensors(tmp_path: Path) -> None:
     assert [r["stage"] for r in document["replicated"]] == [1, 2, 3, 4, 5, 6, 7]
     assert {r["component"] for r in document["replicated"]} == {"embed"}
     assert peak < 300_000_000
+
+
+def test_copying_adds_little_memory(tmp_path: Path) -> None:
+    """Files of 40 MB are moved in pieces of one: by several threads, hashed or not."""
+    source = build(
+        tmp_path / "source",
+        hidden_size=512,
+        moe_intermediate_size=768,
+        experts=16,
+        mtp=None,
+    )
+    assert sum(path.stat().st_size for path in source.iterdir()) > 300_000_000
+    planned = measured("plan", source, "--pp-size", 2)
+    for number, options in enumerate((["--jobs", 4], ["--jobs", 2, "--no-checksum"])):
+        out = tmp_path / str(number)
+        made = measured("split", source, out, "--pp-size", 2, "--quiet", *options)
+        assert made.document["written"] == 11
+        assert made.peak < planned.peak + 64_000_000
+        assert made.peak < 100_000_000
+        checked = measured("verify", out, "--source", source)
+        assert checked.document["ok"]
+        assert checked.peak < planned.peak + 64_000_000
