@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -369,6 +370,8 @@ def main() -> None:
     """Run the command line; exit codes are in docs/cli.md."""
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: temporary files removed
+        signal.signal(number, signal.default_int_handler)
     try:
         try:
             app()

@@ -69,7 +69,7 @@ class Display:
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
         for name, justify in _STAGE_COLUMNS:
             table.add_column(name, justify=justify, no_wrap=True)
-        largest = max(stage["bytes"] for stage in document["stages"])
+        largest = max(1, *(stage["bytes"] for stage in document["stages"]))
         replicas: dict[int, list[str]] = {}
         for replica in document["replicated"]:
             text = f"{replica['component']} ({size(replica['bytes'])})"

@@ -34,8 +34,10 @@ class ExpertLayouts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForms:
-    """What the names say: module -> {(proj, suffix): number of experts}, and
-    module -> {proj: shape} of the fused weights."""
+    """What the names say of the experts modules.
+
+    per_expert: module -> {(proj, suffix): number of experts}; fused: module -> {proj: shape}.
+    """
 
     per_expert: Mapping[str, Mapping[tuple[str, str], int]]
     fused: Mapping[str, Mapping[str, tuple[int, ...]]]

@@ -133,7 +133,7 @@ def build_plan(
         ),
         excluded=_exclusions(checkpoint, exclude),
         warnings=checkpoint.warnings + _engine_warnings(checkpoint, engine),
-        notes=checkpoint.notes + _engine_notes(placement),
+        notes=checkpoint.notes + _engine_notes(placement, pp_size),
     )
 
 
@@ -187,9 +187,8 @@ def _engine_warnings(checkpoint: Checkpoint, engine: str) -> tuple[str, ...]:
     return (f"the source was split for {made_for}, this plan is for {engine}",)
 
 
-def _engine_notes(placement: Placement) -> tuple[str, ...]:
+def _engine_notes(placement: Placement, pp_size: int) -> tuple[str, ...]:
     visual = placement.stages.get("visual")
-    pp_size = 1 + max(placement.stages["head"])
     if placement.engine.name != "vllm" or visual is None or len(visual) == pp_size:
         return ()
     older = "vLLM 0.32 and older, and the older runner of 0.33"

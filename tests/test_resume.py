@@ -135,13 +135,16 @@ def test_killed_copies_of_a_set_continue(
         shutil.rmtree(dest, ignore_errors=True)
 
 
-def test_interrupt_leaves_a_resumable_output(tmp_path: Path, cli: Cli, start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupt_leaves_a_resumable_output(
+    tmp_path: Path, cli: Cli, start: Start, number: int
+) -> None:
     source = big(tmp_path / "source")
     out = tmp_path / "out"
     process = start("split", source, out, "--pp-size", 2, "--jobs", 1)
     while finished_files(out) < 2 and process.poll() is None:
         time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in err
