@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import BundleError, quoted, storage_errors
+from reshard.errors import BundleError, CheckpointError, quoted, storage_errors
 from reshard.header import SafetensorsHeader
+from reshard.index import INDEX_NAME
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
-from reshard.source import LocalSource, Source, read_header
+from reshard.source import LocalSource, Source, missing_directory, read_header
 
 PARTIAL_NAME = ".reshard-partial"
 """The directory in an unfinished output that holds its lock and its journal."""
@@ -29,6 +31,9 @@ class BundleSet:
     @classmethod
     def open(cls, path: str | Path) -> BundleSet:
         """Open a directory that holds a finished set. Raises `BundleError` where it holds none."""
+        if not Path(path).is_dir():
+            hint = "give the output directory of reshard split or pull, or one of its stages"
+            raise missing_directory(Path(path), BundleError, hint=hint)
         source = LocalSource(Path(path))
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
@@ -67,19 +72,43 @@ class BundleSet:
         """The header of one of its weight files; see `checked_header`."""
         return checked_header(self.source, path, record)
 
+    def in_place(self, directory: str, sizes: Mapping[str, int]) -> bool:
+        """Whether these files lie in a directory of the set, in their sizes; nothing is read."""
+        root = self.source.root / directory
+        with storage_errors(root):
+            return all(
+                (root / name).is_file() and (root / name).stat().st_size == size
+                for name, size in sizes.items()
+            )
+
+    def complete(self, directory: str) -> bool:
+        """Whether what stands beside the weights is in place: side files, index and manifest."""
+        root = self.source.root / directory
+        sides = {side.name: side.bytes for side in self.manifest.side_files}
+        with storage_errors(root):
+            others = all((root / name).is_file() for name in (INDEX_NAME, MANIFEST_NAME))
+        return others and self.in_place(directory, sides)
+
     def intact_stages(self) -> tuple[int, ...]:
-        """The present stages whose files are all there, in their size."""
+        """The present stages whose directories hold all that they should, in its size."""
+        return tuple(
+            stage
+            for stage in self.manifest.present
+            if self.complete(self.directory_of(stage))
+            and self.in_place(
+                self.directory_of(stage),
+                {file.name: file.bytes for file in self.manifest.stages[stage].files},
+            )
+        )
 
-        def intact(stage: int) -> bool:
-            sizes = {f.name: f.bytes for f in self.manifest.stages[stage].files}
-            paths = {self.source.root / self.path_of(stage, name): n for name, n in sizes.items()}
-            own_manifest = self.source.root / self.path_of(stage, MANIFEST_NAME)
-            with storage_errors(self.source.root):
-                return own_manifest.is_file() and all(
-                    path.is_file() and path.stat().st_size == size for path, size in paths.items()
+    def check_side_files(self) -> None:
+        """Raise `BundleError` unless the side files are there, in their size."""
+        for side in self.manifest.side_files:
+            if not self.in_place("", {side.name: side.bytes}):
+                raise BundleError(
+                    f"{quoted(side.name)} is missing or has another size",
+                    hint="to restore it, run the reshard split or pull that made this set again",
                 )
-
-        return tuple(stage for stage in self.manifest.present if intact(stage))
 
     @property
     def absent_stages(self) -> str:
@@ -107,9 +136,13 @@ def unfinished(path: Path) -> BundleError:
 def checked_header(source: Source, path: str, record: FileRecord) -> SafetensorsHeader:
     """The header of a weight file, proved to be the one that its record describes.
 
-    Raises `BundleError` where size or header differ, `CheckpointError` where the file is missing.
+    Raises `BundleError` where the file is missing, or its size or header differ.
     """
-    size = source.stamp(path).size
+    try:
+        size = source.stamp(path).size
+    except CheckpointError as error:
+        hint = "to restore it, run the reshard split or pull that made this directory again"
+        raise BundleError(error.message, hint=hint) from None
     if size != record.bytes:
         raise BundleError(
             f"{quoted(path)}: {size:,} bytes, the manifest says {record.bytes:,}",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from reshard.errors import HeaderError, PlanError
 from reshard.header import TensorInfo, encode_header
 from reshard.names import Component, natural_key, parse_expert
 
@@ -24,7 +25,7 @@ class FilePlan:
 
     name: str
     component: Component
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...] = field(repr=False)
     header_bytes: int
     header_sha256: str
     tensor_bytes: int
@@ -39,7 +40,7 @@ def plan_files(
 ) -> tuple[FilePlan, ...]:
     """The files of a component: one, or several where its tensors exceed `max_bytes`.
 
-    Raises `HeaderError` where a header would be larger than readers accept.
+    Raises `PlanError` where a header would be larger than readers accept.
     """
     parts: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -53,7 +54,11 @@ def plan_files(
     files = []
     for number, part in enumerate(parts, 1):
         cut = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-        header = encode_header(part)
+        try:
+            header = encode_header(part)
+        except HeaderError as error:
+            hint = "readers refuse such files; the checkpoint has too many or too long names"
+            raise PlanError(f"{component.stem}: {error.message}", hint=hint) from None
         files.append(
             FilePlan(
                 name=f"{component.stem}{cut}.safetensors",

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet, unfinished
 from reshard.config import ModelConfig
-from reshard.errors import BundleError, CheckpointError, UsageError, listed, quoted
+from reshard.errors import (
+    BundleError,
+    CheckpointError,
+    ReshardError,
+    UsageError,
+    listed,
+    quoted,
+)
 from reshard.header import SafetensorsHeader, TensorInfo
 from reshard.layout import ExpertLayouts, expert_layouts
 from reshard.manifest import MANIFEST_NAME
 from reshard.names import KINDS, Component, component_of
 from reshard.shards import Shards, read_shards
-from reshard.source import LocalSource, Source, is_plain_name, sample
+from reshard.source import (
+    STAGE_DIRECTORY,
+    LocalSource,
+    Source,
+    is_plain_name,
+    missing_directory,
+    sample,
+)
 from reshard.strict_json import digest, parse_object
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -43,9 +60,9 @@ class Checkpoint:
 
     source: Source
     config: ModelConfig
-    components: Mapping[Component, tuple[TensorInfo, ...]]
-    headers: tuple[SafetensorsHeader, ...]
-    layouts: ExpertLayouts
+    components: Mapping[Component, tuple[TensorInfo, ...]] = field(repr=False)
+    headers: tuple[SafetensorsHeader, ...] = field(repr=False)
+    layouts: ExpertLayouts = field(repr=False)
     left_out: tuple[TensorInfo, ...]
     side_files: tuple[str, ...]
     gaps: tuple[str, ...]
@@ -82,7 +99,12 @@ def open_checkpoint(
     in which every tensor is recognised: `CheckpointError`, `UnsupportedModelError`,
     `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`.
     """
-    source = LocalSource(Path(path))
+    if not str(path):
+        raise UsageError("SOURCE is empty")
+    root = Path(path)
+    if not root.is_dir():
+        raise _no_checkpoint(str(path))
+    source = LocalSource(root)
     if PARTIAL_NAME in source.directories() and MANIFEST_NAME not in source.files():
         raise unfinished(source.root)
     config = read_config(source)
@@ -99,7 +121,8 @@ def open_checkpoint(
     if not shards.tensors:
         raise CheckpointError(f"{quoted(str(path))} holds no tensors")
     components = _by_component(shards, config)
-    layouts = expert_layouts(shards.tensors.values(), config)
+    decoders = [tensors for c, tensors in components.items() if c.kind in ("layer", "mtp")]
+    layouts = expert_layouts(chain.from_iterable(decoders), config)
     return Checkpoint(
         source=source,
         config=config,
@@ -123,14 +146,27 @@ def open_checkpoint(
 def read_config(source: Source) -> ModelConfig:
     """The model facts of a source. Raises as `ModelConfig.from_json` does."""
     if "config.json" not in source.files():
+        hint = "give the directory of a Hugging Face checkpoint"
+        if "snapshots" in source.directories():
+            hint = "in a Hugging Face cache, give the directory of a commit below snapshots/"
         raise CheckpointError(
-            "config.json is missing", hint="give the directory of a Hugging Face checkpoint"
+            f"{quoted(source.origin.get('directory') or 'the snapshot')}: there is no config.json",
+            hint=hint,
         )
     raw = source.read("config.json", 0, source.stamp("config.json").size)
     return ModelConfig.from_json(
         parse_object(raw, "config.json", CheckpointError),
         hf_quant_config="hf_quant_config.json" in source.files(),
     )
+
+
+def _no_checkpoint(path: str) -> ReshardError:
+    hint = "give the directory of a checkpoint"
+    repository = path.removeprefix("hf://")
+    if _REPOSITORY.fullmatch(repository):
+        name = repository.rpartition("/")[2]
+        hint += f"; to fetch one: hf download {repository} --local-dir {name}"
+    return missing_directory(Path(path), CheckpointError, hint=hint)
 
 
 def _read_bundle(bundle: BundleSet, config: ModelConfig) -> Shards:
@@ -172,9 +208,9 @@ def _side_files(source: Source, shards: Shards) -> tuple[str, ...]:
         if not file.lower().endswith(_WEIGHT_SUFFIXES) and not file.startswith(_NOT_CARRIED)
     ]
     for name in names:
-        if not is_plain_name(name):
+        if not is_plain_name(name) or STAGE_DIRECTORY.fullmatch(name):
             raise CheckpointError(
-                f"{quoted(name)}: this file name cannot be carried along, it is not valid UTF-8",
+                f"{quoted(name)}: a file of this name cannot be carried along",
                 hint="rename the file, or remove it",
             )
     return tuple(names)

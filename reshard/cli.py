@@ -27,42 +27,63 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Reshard Qwen3.5 / Qwen3-VL MoE checkpoints into per-pipeline-stage bundles.",
+    epilog="For example: reshard split MODEL OUT --pp-size 4 --engine sglang",
 )
 
-Source = Annotated[str, typer.Argument(help="Checkpoint directory, or an output of reshard.")]
-Set = Annotated[Path, typer.Argument(help="Output of split or pull, or a stage directory.")]
-PpSize = Annotated[int, typer.Option("--pp-size", min=1, help="Number of pipeline stages.")]
-EngineName = Annotated[str, typer.Option("--engine", help="sglang or vllm.")]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SOURCE", help="Directory of a checkpoint, or of an output of reshard."),
+]
+Set = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="Output of split or pull, or one of its stage directories."),
+]
+PpSize = Annotated[
+    int, typer.Option("--pp-size", metavar="N", min=1, help="Number of pipeline stages.")
+]
+EngineName = Annotated[
+    str, typer.Option("--engine", metavar="sglang|vllm", help="Engine that will serve the stages.")
+]
 Layers = Annotated[
-    str | None, typer.Option("--layers", help="Layers per stage, such as 23,24,24,23.")
+    str | None,
+    typer.Option("--layers", metavar="A,B,...", help="Layers per stage, such as 23,24,24,23."),
 ]
 Balance = Annotated[
     bool, typer.Option("--balance", help="Make the largest stage as small as possible.")
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", help="Leave out mtp or visual. Repeatable.")
+    list[str] | None,
+    typer.Option("--exclude", metavar="mtp|visual", help="Leave this out. Repeatable."),
 ]
 Replicate = Annotated[
     list[str] | None,
-    typer.Option("--replicate", help="Put visual, embed or head on every stage. Repeatable."),
+    typer.Option(
+        "--replicate", metavar="visual|embed|head", help="Put this on every stage. Repeatable."
+    ),
 ]
 IncludeFile = Annotated[
     list[str] | None,
-    typer.Option("--include-file", help="Take what is new from this file beside the index."),
+    typer.Option(
+        "--include-file", metavar="FILE", help="Take what is new from a file beside the index."
+    ),
 ]
 IgnoreFile = Annotated[
-    list[str] | None, typer.Option("--ignore-file", help="Leave this file beside the index alone.")
-]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Nodes to serve on. Default: one per stage.")
+    list[str] | None,
+    typer.Option("--ignore-file", metavar="FILE", help="Leave a file beside the index alone."),
 ]
 Stages = Annotated[
     list[str] | None,
-    typer.Option("--stage", help="Only these stages: 2, 0-3, 0,1 or all. Repeatable."),
+    typer.Option(
+        "--stage", metavar="K", help="Write these stages only: 2, 0-3, 0,1 or all. Repeatable."
+    ),
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", min=1, help="Files at a time. Default: the cores, up to 8.")
+    int | None,
+    typer.Option(
+        "--jobs", metavar="N", min=1, help="Files at a time. Default: the cores, up to 8."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
@@ -90,7 +111,10 @@ def plan(
     replicate: Replicate = None,
     include_file: IncludeFile = None,
     ignore_file: IgnoreFile = None,
-    nodes: Nodes = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", metavar="M", min=1, help="Show what each of M nodes would hold."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what each stage would hold, reading headers only."""
@@ -118,7 +142,9 @@ def plan(
 @app.command()
 def split(
     source: Source,
-    out: Annotated[Path, typer.Argument(help="Directory to write; new, or to be continued.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write; new, or to be continued.")
+    ],
     pp_size: PpSize,
     engine: EngineName = "sglang",
     layers: Layers = None,
@@ -127,7 +153,12 @@ def split(
     replicate: Replicate = None,
     include_file: IncludeFile = None,
     ignore_file: IgnoreFile = None,
-    nodes: Nodes = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes", metavar="M", min=1, help="Nodes to launch. Default: one per stage."
+        ),
+    ] = None,
     stage: Stages = None,
     jobs: Jobs = None,
     no_checksum: Annotated[
@@ -136,7 +167,7 @@ def split(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the stage bundles of a checkpoint, or of another set (re-partitioning)."""
+    """Write the stage bundles of a checkpoint or of another set."""
     from reshard.describe import outcome_document
     from reshard.display import Display
     from reshard.launch import node_commands, share_stages
@@ -173,10 +204,16 @@ def split(
 def verify(
     out: Set,
     source: Annotated[
-        str | None, typer.Option("--source", help="Compare every tensor with this checkpoint.")
+        str | None,
+        typer.Option(
+            "--source", metavar="SOURCE", help="Compare every tensor with this checkpoint."
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Check that the set serves sglang or vllm.")
+        str | None,
+        typer.Option(
+            "--engine", metavar="sglang|vllm", help="Check that the placement serves this engine."
+        ),
     ] = None,
     write_checksums: Annotated[
         bool, typer.Option("--write-checksums", help="Record checksums where they are missing.")
@@ -190,11 +227,11 @@ def verify(
 
     display = Display()
     original = open_checkpoint(source) if source is not None else None
-    with _working(display) as bars:
+    with _working(display, writes=False) as bars:
         report = verify_set(
             out,
             source=original,
-            engine=engine,
+            engine=engine.lower() if engine else None,
             write_checksums=write_checksums,
             progress=bars,
         )
@@ -235,7 +272,7 @@ def inspect(
     document = inspect_checkpoint(checkpoint)
     problems: list[dict[str, str]] = []
     if check_hashes:
-        with _working(display) as bars:
+        with _working(display, writes=False) as bars:
             hashes = check_file_hashes(checkpoint, progress=bars)
         problems = [{"file": p.file, "problem": p.problem} for p in hashes.problems]
         document["hashes"] = {
@@ -255,7 +292,7 @@ def inspect(
 @app.command()
 def merge(
     out: Set,
-    dest: Annotated[Path, typer.Argument(help="Directory to write.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Directory to write.")],
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -272,9 +309,12 @@ def merge(
 @app.command()
 def pull(
     out: Set,
-    dest: Annotated[Path, typer.Argument(help="Directory to write, or to add stages to.")],
+    dest: Annotated[
+        Path, typer.Argument(metavar="DEST", help="Directory to write, or to add stages to.")
+    ],
     stage: Annotated[
-        list[str], typer.Option("--stage", help="Stages: 2, 0-3, 0,1 or all. Repeatable.")
+        list[str],
+        typer.Option("--stage", metavar="K", help="Stages: 2, 0-3, 0,1 or all. Repeatable."),
     ],
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -293,13 +333,13 @@ def pull(
 
 
 @contextmanager
-def _working(display: Display) -> Iterator[Bars]:
+def _working(display: Display, *, writes: bool = True) -> Iterator[Bars]:
     """Progress of long work, which the user may interrupt."""
     bars = display.progress()
     try:
         yield bars
     except KeyboardInterrupt:
-        hint = "run the same command again; it continues where it stopped"
+        hint = "run the same command again; it continues where it stopped" if writes else None
         raise Interrupted("interrupted", hint=hint) from None
     finally:
         bars.close()
@@ -323,12 +363,17 @@ def _build_plan(
     return build_plan(
         open_checkpoint(source, include_files=include_file or (), ignore_files=ignore_file or ()),
         pp_size,
-        engine=engine,
+        engine=engine.lower(),
         layers=parse_counts(layers) if layers is not None else None,
         balance=balance,
-        exclude=exclude or (),
-        replicate=replicate or (),
+        exclude=_names(exclude),
+        replicate=_names(replicate),
     )
+
+
+def _names(values: list[str] | None) -> tuple[str, ...]:
+    """Names given by repeating an option, or with commas."""
+    return tuple(dict.fromkeys(",".join(values or ()).split(","))) if values else ()
 
 
 def _show_outcome(display: Display, outcome: Outcome, dest: Path, as_json: bool) -> None:
@@ -358,7 +403,7 @@ def _counts(document: dict[str, Any], where: Path) -> str:
 
     counts = [f"{document[how]} {how}" for how in HOWS if document[how]]
     return f"{quoted(str(where))}: " + (
-        ", ".join(counts) if counts else "complete already, nothing to do"
+        ", ".join(counts) if counts else "complete already; reshard verify reads the contents"
     )
 
 

@@ -129,7 +129,9 @@ def _check_architectures(architectures: Any, family: Family) -> list[str]:
 
 def _size(config: Mapping[str, Any], text: Mapping[str, Any], field: str) -> int | None:
     """A whole number from text_config or, where that lacks it, from the top level."""
-    value = text.get(field, config.get(field))
+    value = text.get(field)
+    if value is None:
+        value = config.get(field)
     if value is None:
         return None
     if type(value) is not int or value < 0:
@@ -140,7 +142,13 @@ def _size(config: Mapping[str, Any], text: Mapping[str, Any], field: str) -> int
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """The top level decides if it says anything, else text_config, else untied."""
     value = config.get("tie_word_embeddings")
-    return bool(text.get("tie_word_embeddings") if value is None else value)
+    if value is None:
+        value = text.get("tie_word_embeddings")
+    if value not in (None, True, False):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings is {quoted(repr(value))}, not true or false"
+        )
+    return bool(value)
 
 
 def _deepstack_levels(config: Mapping[str, Any]) -> int:

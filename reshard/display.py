@@ -34,9 +34,8 @@ def size(nbytes: float) -> str:
     while nbytes >= 1000 and unit < len(_UNITS) - 1:
         nbytes /= 1000
         unit += 1
-    return (
-        f"{nbytes:.3g} {_UNITS[unit]}" if unit and nbytes < 100 else f"{nbytes:,.0f} {_UNITS[unit]}"
-    )
+    decimals = 0 if unit == 0 or nbytes >= 100 else 1 if nbytes >= 10 else 2
+    return f"{nbytes:,.{decimals}f} {_UNITS[unit]}"
 
 
 def counted(number: int, what: str) -> str:
@@ -66,25 +65,21 @@ class Display:
         """The stages of a set: a row for each, with a bar of its bytes by component."""
         if self._quiet:
             return
+        rows = [_stage_row(stage, document["replicated"]) for stage in document["stages"]]
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        for name, justify in _STAGE_COLUMNS:
+        used = 0
+        for number, (name, justify) in enumerate(_STAGE_COLUMNS):
             table.add_column(name, justify=justify, no_wrap=True)
+            used += 2 + max(len(name), *(len(row[number]) for row in rows))
+        bar_width = min(_BAR_WIDTH, self._out.width - used)
         largest = max(1, *(stage["bytes"] for stage in document["stages"]))
-        replicas: dict[int, list[str]] = {}
-        for replica in document["replicated"]:
-            text = f"{replica['component']} ({size(replica['bytes'])})"
-            replicas.setdefault(replica["stage"], []).append(text)
-        for stage in document["stages"]:
-            first, last = stage["start_layer"], stage["end_layer"] - 1
-            table.add_row(
-                str(stage["stage"]),
-                f"{first}-{last}" if last > first else str(first),
-                size(stage["bytes"]),
-                self._bar(stage["components"], largest),
-                f"{len(stage['files'])}",
-                f"{stage['tensors']:,}",
-                ", ".join(replicas.get(stage["stage"], [])) or "-",
-            )
+        if bar_width >= _BAR_WIDTH // 2:
+            table.add_column("by component")
+            for row, stage in zip(rows, document["stages"], strict=True):
+                table.add_row(*row, self._bar(stage["components"], largest, bar_width))
+        else:
+            for row in rows:
+                table.add_row(*row)
         self.line(title)
         self._table(table)
         for placement in document["placement"]:
@@ -116,7 +111,8 @@ class Display:
 
     def launch(self, commands: Sequence[NodeCommands], engine: str) -> None:
         """What to run next, node by node."""
-        self.line(f"next, for {engine} (HEAD is the address of node 0; add your own options):")
+        self.line(f"next, for {engine}: give each node its stages, then start the engine there")
+        self.line("(HEAD is the address of node 0, the path /models/... yours to choose):")
         for command in commands:
             self.line(f"  node {command.node}: {command.pull}")
             self.line(f"  {' ' * len(f'node {command.node}:')} {command.launch}")
@@ -125,20 +121,22 @@ class Display:
         return Bars(quiet=self._quiet)
 
     def _table(self, table: Table) -> None:
-        """Print a table without the blanks that fill its last column; whole when not on a screen."""
+        """Print a table whole, however narrow the screen, without blanks at the ends of lines."""
+        width, self._out.width = self._out.width, 10_000
         with self._out.capture() as capture:
             self._out.print(table)
+        self._out.width = width
         for line in capture.get().splitlines():
             print(line.rstrip())
 
-    def _bar(self, components: Mapping[str, int], largest: int) -> Text:
+    def _bar(self, components: Mapping[str, int], largest: int, bar_width: int) -> Text:
         """`components` drawn to the scale on which `largest` fills the bar."""
         bar = Text()
         total = 0
         for name, (block, letter, style) in _COMPONENTS.items():
-            before = round(total / largest * _BAR_WIDTH)
+            before = round(total / largest * bar_width)
             total += components.get(name, 0)
-            width = round(total / largest * _BAR_WIDTH) - before
+            width = round(total / largest * bar_width) - before
             bar.append((block if self._draws_blocks() else letter) * width, style=style)
         return bar
 
@@ -163,11 +161,24 @@ _STAGE_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("stage", "right"),
     ("layers", "right"),
     ("bytes", "right"),
-    ("by component", "left"),
     ("files", "right"),
     ("tensors", "right"),
     ("replicas", "left"),
 )
+
+
+def _stage_row(stage: Mapping[str, Any], replicated: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The cells of a stage, for `_STAGE_COLUMNS`."""
+    first, last = stage["start_layer"], stage["end_layer"] - 1
+    replicas = [r["component"] for r in replicated if r["stage"] == stage["stage"]]
+    return [
+        str(stage["stage"]),
+        f"{first}-{last}" if last > first else str(first),
+        size(stage["bytes"]),
+        str(len(stage["files"])),
+        f"{stage['tensors']:,}",
+        ", ".join(replicas) or "-",
+    ]
 
 
 _FACTS = (

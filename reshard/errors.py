@@ -81,6 +81,8 @@ _STORAGE_HINTS = {
     errno.EROFS: "the file system is mounted read-only; choose another directory",
     errno.EIO: "the disk reports a hardware error; check the system log before trying again",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ENOTDIR: "a part of this path is a file",
+    errno.EEXIST: "something else is in the way; move it aside",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.errors import HeaderError, quoted
@@ -59,7 +59,7 @@ class SafetensorsHeader:
     file: str
     size: int
     length: int
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...] = field(repr=False)
     metadata: Mapping[str, str]
     sha256: str
 
@@ -110,10 +110,6 @@ def parse_header(file: str, raw: bytes, size: int) -> SafetensorsHeader:
         raw[8:], f"{what}: header", HeaderError, duplicate="duplicate tensor name or field"
     )
     metadata = _metadata(what, entries.pop("__metadata__", None))
-    try:
-        "".join(entries).encode("utf-8")
-    except UnicodeEncodeError:
-        raise HeaderError(f"{what}: bad escape in name of a tensor (lone surrogate)") from None
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     tensors = []
@@ -144,9 +140,9 @@ def _entry(what: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int,
 
     if not isinstance(entry, dict):
         raise fault("entry must be an object")
-    for field in ("dtype", "shape", "data_offsets"):
-        if field not in entry:
-            raise fault(f"entry lacks {field}")
+    for key in ("dtype", "shape", "data_offsets"):
+        if key not in entry:
+            raise fault(f"entry lacks {key}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and dtype and dtype.isascii() and dtype.isprintable()):
         raise fault(f"bad dtype {quoted(repr(dtype))}")

@@ -47,7 +47,7 @@ def node_commands(manifest: Manifest, out: Path, nodes: int | None = None) -> li
         if not set(stages) <= set(manifest.present):
             continue
         wanted = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-        pull = ["reshard", "pull", str(out), model_path, "--stage", wanted]
+        pull = ["reshard", "pull", str(out.absolute()), model_path, "--stage", wanted]
         launch = _launch(manifest, model_path, node, len(shares))
         commands.append(NodeCommands(node, list(stages), shlex.join(pull), launch))
     return commands

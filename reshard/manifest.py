@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.errors import BundleError, quoted
 from reshard.names import Component
-from reshard.source import is_plain_name
+from reshard.source import STAGE_DIRECTORY, is_plain_name
 from reshard.strict_json import decode, digest, parse_object, pretty
 
 MANIFEST_NAME = "reshard.json"
@@ -268,5 +268,6 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
         check(exclusion.kind in ("component", "tensor"), "exclusions are components or tensors")
     for side in manifest.side_files:
         ok = is_plain_name(side.name) and side.name != MANIFEST_NAME
+        ok = ok and STAGE_DIRECTORY.fullmatch(side.name) is None
         ok = ok and not side.name.endswith((".safetensors", ".index.json"))
         check(ok, f"{quoted(repr(side.name))} is not an acceptable side file name")

@@ -29,6 +29,7 @@ def merge(
     the manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
     bundle = BundleSet.open(out)
+    bundle.check_side_files()
     root = Path(dest)
     check_apart(root, bundle.source.root)
     bundle.require_all_stages("a merge")

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,9 +59,15 @@ def check_usable(out: Path) -> None:
             raise UsageError(f"{quoted(str(out))} is a file, not a directory")
         names = {entry.name for entry in os.scandir(out)}
     if names - _DIRECTORY_MAY_HOLD and not names & {MANIFEST_NAME, PARTIAL_NAME}:
+        hint = "choose a new directory"
+        stages = sorted(filter(STAGE_DIRECTORY.fullmatch, names))
+        if stages:
+            stage, number = shlex.quote(str(out / stages[0])), int(stages[0].split("-")[1])
+            pull = f"reshard pull {stage} NEW --stage {number}"
+            hint += f"; or collect its stages, one by one and by links: {pull}"
         raise UsageError(
-            f"{quoted(str(out))} is not empty, and not an output of reshard",
-            hint="choose a new directory",
+            f"{quoted(str(out))} is not empty, and not an output of reshard: it has no {MANIFEST_NAME}",
+            hint=hint,
         )
 
 

@@ -122,7 +122,9 @@ def parse_stages(texts: Sequence[str], pp_size: int) -> tuple[int, ...]:
         last = last if dash else first
         if not all(n.isascii() and n.isdigit() and len(n) < 7 for n in (first, last)):
             raise UsageError(f"--stage {quoted(part)}: give a number, a range like 0-3, or all")
-        if not int(first) <= int(last) < pp_size:
+        if int(first) > int(last):
+            raise UsageError(f"--stage {quoted(part)}: the range runs backwards")
+        if int(last) >= pp_size:
             raise UsageError(f"--stage {quoted(part)}: the stages are 0 to {pp_size - 1}")
         stages.update(range(int(first), int(last) + 1))
     return tuple(sorted(stages))

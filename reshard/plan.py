@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard.canonical import FilePlan, plan_files
 from reshard.checkpoint import Checkpoint
@@ -29,6 +29,10 @@ class StagePlan:
     files: tuple[FilePlan, ...]
     replicas: tuple[str, ...]
 
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(file.tensor_bytes for file in self.files)
+
     def record(self) -> StageRecord:
         """The stage as the manifest describes it, no checksum known yet."""
         files = tuple(
@@ -45,7 +49,7 @@ class ReshardPlan:
     checkpoint: Checkpoint
     engine: Engine
     partition: Partition
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StagePlan, ...] = field(repr=False)
     excluded: tuple[Exclusion, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -112,28 +116,34 @@ def build_plan(
     first_minimum = minimum_first_layers(config, pp_size)
     if layers is not None and balance:
         raise UsageError("--layers and --balance exclude each other")
+    default = even_partition(engine, config.num_hidden_layers, pp_size)
+    partition = default
     if layers is not None:
         partition = explicit_partition(layers, config.num_hidden_layers, pp_size)
     elif balance:
         partition = _balance(files, placement, config.num_hidden_layers, pp_size, first_minimum)
-    else:
-        partition = even_partition(engine, config.num_hidden_layers, pp_size)
+    if partition.counts == default.counts:
+        partition = default  # equal stages are the same set, however they were asked for
     if partition.counts[0] < first_minimum:
         raise PlanError(
             f"stage 0 would own {partition.counts[0]} layers, but the first {first_minimum} layers "
             "receive vision features (deepstack), which engines do not send between stages",
             hint=f"use fewer stages, or --layers with at least {first_minimum} for stage 0",
         )
+    stages = tuple(
+        _stage(stage, partition.layers(stage), placement, files) for stage in range(pp_size)
+    )
+    notes = checkpoint.notes + _engine_notes(placement, pp_size)
+    if layers is None and not balance:
+        notes += _balance_note(stages, files, placement, first_minimum)
     return ReshardPlan(
         checkpoint=checkpoint,
         engine=placement.engine,
         partition=partition,
-        stages=tuple(
-            _stage(stage, partition.layers(stage), placement, files) for stage in range(pp_size)
-        ),
+        stages=stages,
         excluded=_exclusions(checkpoint, exclude),
         warnings=checkpoint.warnings + _engine_warnings(checkpoint, engine),
-        notes=checkpoint.notes + _engine_notes(placement, pp_size),
+        notes=notes,
     )
 
 
@@ -149,6 +159,27 @@ def _stage(
     ]
     replicas = tuple(kind for kind in here if placement.stages[kind][0] != stage)
     return StagePlan(stage, layers, tuple(f for c in components for f in files[c]), replicas)
+
+
+def _balance_note(
+    stages: Sequence[StagePlan],
+    files: dict[Component, tuple[FilePlan, ...]],
+    placement: Placement,
+    first_minimum: int,
+) -> tuple[str, ...]:
+    """What `--balance` would gain, where that is worth a word."""
+    layers = sum(len(stage.layers) for stage in stages)
+    balanced = _balance(files, placement, layers, len(stages), first_minimum)
+    others = [
+        _stage(number, balanced.layers(number), placement, files) for number in range(len(stages))
+    ]
+    now, then = (max(stage.tensor_bytes for stage in s) for s in (stages, others))
+    if then > 0.97 * now:
+        return ()
+    counts = ",".join(map(str, balanced.counts))
+    return (
+        f"--balance (layers {counts}) would make the largest stage {1 - then / now:.0%} smaller",
+    )
 
 
 def _balance(
@@ -177,7 +208,7 @@ def _exclusions(checkpoint: Checkpoint, exclude: Collection[str]) -> tuple[Exclu
             excluded.append(Exclusion("component", kind, len(tensors), nbytes))
     for tensor in checkpoint.left_out:
         excluded.append(Exclusion("tensor", tensor.name, 1, tensor.nbytes))
-    return tuple(sorted(excluded, key=lambda e: (e.kind, e.name)))
+    return tuple(sorted(excluded, key=lambda e: (e.kind, e.name, e.bytes)))
 
 
 def _engine_warnings(checkpoint: Checkpoint, engine: str) -> tuple[str, ...]:

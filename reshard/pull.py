@@ -32,6 +32,7 @@ def pull(
     manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
     bundle = BundleSet.open(out)
+    bundle.check_side_files()
     root = Path(dest)
     check_apart(root, bundle.source.root)
     check_usable(root)

@@ -96,12 +96,7 @@ class LocalSource:
         self.root = root
         with storage_errors(root):
             if not root.is_dir():
-                kind = "is not a directory" if root.exists() else "no such directory"
-                raise CheckpointError(
-                    f"{quoted(str(root))}: {kind}",
-                    hint="give the directory of a checkpoint; "
-                    "a Hub repository can be fetched with: hf download ORG/NAME --local-dir DIR",
-                )
+                raise missing_directory(root, CheckpointError)
             entries = sorted(os.scandir(root), key=lambda entry: entry.name)
             self._directories = tuple(entry.name for entry in entries if entry.is_dir())
         self._files = tuple(e.name for e in entries if e.name not in set(self._directories))
@@ -111,10 +106,10 @@ class LocalSource:
     def origin(self) -> Mapping[str, str]:
         root = self.root.resolve()
         cache = root.parent.parent.name
-        if root.parent.name == "snapshots" and cache.startswith("models--"):
-            repo = cache.removeprefix("models--").replace("--", "/")
-            if _COMMIT.fullmatch(root.name):
-                return {"repo": repo, "commit": root.name}
+        kind, *repo = cache.split("--")
+        snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name)
+        if snapshot and kind == "models" and len(repo) in (1, 2):
+            return {"repo": "/".join(repo), "commit": root.name}
         return {"directory": os.fsencode(root.name).decode("utf-8", "replace")}
 
     def files(self) -> Sequence[str]:
@@ -200,6 +195,16 @@ class LocalSource:
             f"{quoted(str(self.root / file))} changed while it was being read",
             hint="wait until nothing writes to the source, then start with a new output directory",
         )
+
+
+def missing_directory(
+    path: Path, error: type[ReshardError], *, hint: str | None = None
+) -> ReshardError:
+    """The error for a path that should be a directory."""
+    what = quoted(str(path))
+    if path.exists():
+        return error(f"{what} is not a directory", hint=f"give the directory: {path.parent}")
+    return error(f"{what}: no such directory", hint=hint)
 
 
 def read_header(source: Source, file: str) -> SafetensorsHeader:

@@ -58,7 +58,8 @@ def split(
     intact = current.intact_stages() if current else ()
     asked = range(plan.pp_size) if stages is None else sorted(set(stages))
     wanted = tuple(stage for stage in asked if stage not in intact)
-    if current and not wanted and not (root / PARTIAL_NAME).exists():
+    untouched = not (root / PARTIAL_NAME).exists()
+    if current and not wanted and current.complete("") and untouched:
         return Outcome(root, current.manifest, {})
     with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
         for stage in wanted:
@@ -72,7 +73,7 @@ def split(
             progress=progress or Silent(),
             more_bytes=side_bytes(manifest, len(wanted) + 1),
         )
-        new, replicas = _tasks(plan, wanted, intact, root)
+        new, replicas = _tasks(plan, wanted, root, current)
         done = run(new, label="split")
         sha256 = {f.name: f.sha256 for f in current.manifest.files().values()} if current else {}
         sha256 |= {task.name: task.sha256 for task in done}
@@ -117,7 +118,7 @@ def plan_manifest(plan: ReshardPlan) -> Manifest:
         stages=tuple(stage.record() for stage in plan.stages),
         excluded=plan.excluded,
         side_files=tuple(_side_file(checkpoint.source, name) for name in checkpoint.side_files),
-        local={file: (stamp.size, stamp.mtime_ns) for file, stamp in sorted(stamps.items())},
+        local={file: (s.size, max(0, s.mtime_ns)) for file, s in sorted(stamps.items())},
     )
 
 
@@ -141,8 +142,9 @@ def _finished_set(root: Path, manifest: Manifest) -> BundleSet | None:
         )
     if current.local != manifest.local:
         raise OutputError(
-            f"the files of the source changed since {where} was made from them",
-            hint="choose another output directory; reshard verify --source tells what differs",
+            f"the files of the source are not those that {where} was made from: other sizes or times",
+            hint=f"reshard verify {where} --source ... compares the bytes; if they are equal, split "
+            "missing stages into another directory, and pull from both",
         )
     return bundle
 
@@ -164,18 +166,23 @@ def _begun_as(plan: ReshardPlan, manifest: Manifest) -> dict[str, Any]:
 
 
 def _tasks(
-    plan: ReshardPlan, wanted: Sequence[int], intact: Sequence[int], root: Path
+    plan: ReshardPlan, wanted: Sequence[int], root: Path, current: BundleSet | None
 ) -> tuple[list[FileTask], list[FileTask]]:
-    """The files of the wanted stages: those to make, and those to link to what is there then."""
+    """The files that the wanted stages lack: those to make, and those to link to what is there."""
     new, replicas = [], []
 
     def path(stage: int, file: FilePlan) -> str:
         return f"{stage_directory(stage, plan.pp_size)}/{file.name}"
 
+    def in_place(stage: int, file: FilePlan) -> bool:
+        if current is None or stage not in current.manifest.present:
+            return False
+        return current.in_place(stage_directory(stage, plan.pp_size), {file.name: file.size})
+
     for file in plan.files().values():
         holders = [stage.stage for stage in plan.stages if file in stage.files]
-        targets = [stage for stage in holders if stage in wanted]
-        there = [stage for stage in holders if stage in intact]
+        there = [stage for stage in holders if in_place(stage, file)]
+        targets = [stage for stage in holders if stage in wanted and stage not in there]
         if targets and not there:
             there = [targets.pop(0)]
             new.append(_new_task(plan, path(there[0], file), file))

@@ -27,6 +27,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_object(
     raw: bytes, what: str, error: type[ReshardError], *, duplicate: str = "duplicate key"
 ) -> dict[str, Any]:
@@ -52,6 +60,8 @@ def parse_object(
         raise error(f"{what} is not valid JSON: nested too deeply") from None
     except ValueError as problem:  # a number with more digits than Python converts
         raise error(f"{what} is not valid JSON: {problem}") from None
+    if "\\u" in text and not _encodable(value):
+        raise error(f"{what}: bad escape in name or text (lone surrogate)")
     if not isinstance(value, dict):
         raise error(f"{what} must be an object, found {type(value).__name__}")
     return value

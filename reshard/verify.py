@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 
-from reshard.bundle import BundleSet
-from reshard.checkpoint import Checkpoint, read_config
+from reshard.bundle import BundleSet, stage_directory
+from reshard.checkpoint import Checkpoint, open_checkpoint, read_config
 from reshard.compare import check_source
 from reshard.copy import default_jobs, hash_pieces, in_parallel, watched
 from reshard.errors import CheckpointError, PlanError, ReshardError, quoted, storage_errors
@@ -27,7 +27,7 @@ from reshard.source import STAGE_DIRECTORY, LocalSource, Range
 def verify(
     path: str | Path,
     *,
-    source: Checkpoint | None = None,
+    source: Checkpoint | str | Path | None = None,
     engine: str | None = None,
     write_checksums: bool = False,
     jobs: int | None = None,
@@ -44,12 +44,13 @@ def verify(
     """
     root = Path(path)
     bundle = BundleSet.open(root)
+    original = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     with locked(root) if write_checksums else nullcontext():
         if write_checksums:
             bundle = BundleSet.open(root)  # as it is now that nobody else writes it
         return _verify(
             bundle,
-            source,
+            original,
             engine,
             write_checksums,
             jobs or default_jobs(),
@@ -95,6 +96,10 @@ def _check_files(bundle: BundleSet, problems: list[Problem]) -> list[WeightFile]
     """Every weight file of every present stage whose size and header are proved."""
     weights: list[WeightFile] = []
     for stage in bundle.manifest.present:
+        directory = stage_directory(stage, bundle.manifest.pp_size)
+        if bundle.manifest.local is not None and bundle.directory_of(stage) != directory:
+            problems.append(Problem(directory, "is missing"))
+            continue
         for record in bundle.manifest.stages[stage].files:
             path = bundle.path_of(stage, record.name)
             if any(path == file.path for file in weights):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -103,16 +105,25 @@ def test_table_of_the_plan(tmp_path: Path, cli: Cli) -> None:
     lines = cli("plan", source, "--pp-size", 2, "--exclude", "visual").out.splitlines()
     assert lines[0].startswith(f"plan of {source}: qwen3_5_moe, 227 tensors, 565 kB, 2 stages")
     assert lines[1].split() == [
-        "stage", "layers", "bytes", "by", "component", "files", "tensors", "replicas",
+        "stage", "layers", "bytes", "files", "tensors", "replicas", "by", "component",
     ]  # fmt: skip
     assert lines[2].split()[:3] == ["0", "0-3", "235"]
-    assert lines[3].endswith("embed (10.2 kB)")
-    assert "█" in lines[3]
+    assert lines[3].split()[:8] == [
+        "1",
+        "4-7",
+        "312",
+        "kB",
+        "7",
+        "113",
+        "embed",
+        lines[3].split()[-1],
+    ]
+    assert set(lines[3].split()[-1]) == set("░█▓▞")
     assert lines[4:] == [
         "░ embed: 1 tensor, 10.2 kB -> stages 0, 1",
         "█ layers: 138 tensors, 451 kB -> stages 0, 1",
         "▓ head: 2 tensors, 10.3 kB -> stage 1",
-        "▞ mtp: 41 tensors, 66 kB -> stage 1",
+        "▞ mtp: 41 tensors, 66.0 kB -> stage 1",
         "excluded: visual, 45 tensors, 27.9 kB",
     ]
 
@@ -178,9 +189,15 @@ def test_large_layer_files_get_fewer_loader_threads(tmp_path: Path) -> None:
         (["plan", "SOURCE", "--pp-size", "2", "--exclude", "embed"], 2),
         (["plan", "SOURCE", "--pp-size", "2", "--replicate", "mtp"], 2),
         (["plan", "SOURCE", "--pp-size", "2", "--include-file", "none.safetensors"], 2),
+        (["plan", "", "--pp-size", "2"], 2),
         (["plan", "nowhere", "--pp-size", "2"], 1),
+        (["plan", "Qwen/Qwen3.5-35B-A3B", "--pp-size", "2"], 1),
+        (["verify", "nowhere"], 1),
         (["verify", "SOURCE"], 1),
         (["plan", "SOURCE", "--pp-size", "2"], 0),
+        (["plan", "SOURCE", "--pp-size", "2", "--engine", "SGLang"], 0),
+        (["plan", "SOURCE", "--pp-size", "2", "--exclude", "mtp,visual"], 0),
+        (["-h"], 0),
         (["plan", "SOURCE", "--pp-size", "2", "--balance"], 0),
     ],
 )
@@ -223,6 +240,16 @@ def test_streams(tmp_path: Path, cli: Cli) -> None:
     assert failing.err.startswith("error: ")
 
 
+def read_terminal(main: int) -> bytes:
+    """Everything that is shown until the last process has closed the terminal."""
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while piece := os.read(main, 4096):
+            shown += piece
+    os.close(main)
+    return shown
+
+
 def test_terminal_gets_a_bar_with_rate_and_time_left(tmp_path: Path) -> None:
     source = build(tmp_path / "source")
     main, terminal = pty.openpty()
@@ -232,21 +259,35 @@ def test_terminal_gets_a_bar_with_rate_and_time_left(tmp_path: Path) -> None:
         [*command, "--pp-size", "2"], stdout=subprocess.DEVNULL, stderr=terminal
     )
     os.close(terminal)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(main, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(main)
+    shown = read_terminal(main)
     assert process.wait() == 0
     assert b"split:" in shown
     assert b"100%" in shown
     assert b"B/s" in shown
     assert b"written stage" not in shown
+
+
+@pytest.mark.parametrize("columns", [40, 60, 75, 80, 200])
+def test_narrow_terminal_cuts_nothing_but_the_bar(tmp_path: Path, columns: int) -> None:
+    source = build(tmp_path / "source")
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, REPOSITORY / "cli.py", "plan", source, "--pp-size", "2"]
+    replicate = ["--replicate", "visual", "--replicate", "head"]
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        [*command, *replicate], stdout=terminal, stderr=subprocess.DEVNULL, env=environment
+    )
+    os.close(terminal)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", read_terminal(main).decode())
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert process.wait() == 0
+    assert lines[1].split()[:6] == ["stage", "layers", "bytes", "files", "tensors", "replicas"]
+    assert lines[2].split()[:6] == ["0", "0-3", "274", "kB", "7", "117"]
+    assert lines[3].split()[6:9] == ["visual,", "embed", lines[3].split()[8]]
+    assert ("█" in lines[2]) == (columns >= 75)
+    assert not any("…" in line for line in lines)
+    assert all(len(line) <= columns for line in lines[1:4]) or columns < 60
 
 
 def test_terminal_without_unicode_gets_letters(tmp_path: Path) -> None:
@@ -257,7 +298,7 @@ def test_terminal_without_unicode_gets_letters(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=True,
     ).stdout.decode("ascii")
-    assert "\nm mtp: 41 tensors, 66 kB -> stage 1\n" in shown
+    assert "\nm mtp: 41 tensors, 66.0 kB -> stage 1\n" in shown
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -259,7 +259,7 @@ def test_sizes_must_be_whole_numbers(field: str, value: object) -> None:
 
 def test_a_checkpoint_without_config(tmp_path: Path) -> None:
     (build(tmp_path) / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="config.json is missing"):
+    with pytest.raises(CheckpointError, match="there is no config.json"):
         open_checkpoint(tmp_path)
 
 
@@ -280,3 +280,24 @@ def test_a_config_that_is_no_json_object(tmp_path: Path, content: bytes, words: 
     (build(tmp_path) / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["false", 1.5, [], {}])
+def test_tied_must_be_a_truth_value(value: object) -> None:
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is .*, not true or false"):
+        read(tie_word_embeddings=value)
+
+
+def test_null_in_text_config_lets_the_top_level_answer() -> None:
+    nested = {**NESTED["text_config"], "num_hidden_layers": None}
+    assert read(text_config=nested, num_hidden_layers=6).num_hidden_layers == 6
+
+
+def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    """It would otherwise reach the manifest, which could not be written."""
+    source = build(tmp_path / "source")
+    config = json.loads((source / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "\ud800"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lone surrogate"):
+        open_checkpoint(source)

@@ -141,6 +141,25 @@ def hub_cache(tmp_path: Path) -> Path:
     return snapshot
 
 
+@pytest.mark.parametrize(
+    ("cache", "repo"),
+    [("models--gpt2", "gpt2"), ("models--a--b--c", None), ("datasets--a--b", None)],
+)
+def test_names_of_hub_caches(tmp_path: Path, cli: Cli, cache: str, repo: str | None) -> None:
+    source = build(tmp_path / cache / "snapshots" / ("0" * 40))
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    facts = json.loads((tmp_path / "out/reshard.json").read_bytes())["source"]
+    assert facts["repo"] == repo
+    assert facts["directory"] == (None if repo else "0" * 40)
+
+
+def test_hub_cache_without_a_commit(tmp_path: Path, cli: Cli) -> None:
+    snapshot = hub_cache(tmp_path)
+    refused = cli("inspect", snapshot.parent.parent)
+    assert refused.code == 1
+    assert "hint: in a Hugging Face cache, give the directory of a commit below" in refused.err
+
+
 def test_files_of_a_hub_cache_are_checked_by_their_blobs(tmp_path: Path, cli: Cli) -> None:
     snapshot = hub_cache(tmp_path)
     found = document(cli, snapshot, "--check-hashes")

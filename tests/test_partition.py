@@ -161,7 +161,12 @@ def test_parse_stages(texts: list[str], stages: tuple[int, ...]) -> None:
     assert parse_stages(texts, 4) == stages
 
 
-@pytest.mark.parametrize("text", ["4", "0-4", "3-2", "9-9", "999999"])
+def test_range_of_stages_that_runs_backwards() -> None:
+    with pytest.raises(UsageError, match="--stage 3-2: the range runs backwards"):
+        parse_stages(["3-2"], 4)
+
+
+@pytest.mark.parametrize("text", ["4", "0-4", "9-9", "999999"])
 def test_stages_that_the_set_does_not_have(text: str) -> None:
     with pytest.raises(UsageError, match=f"--stage {text}: the stages are 0 to 3"):
         parse_stages([text], 4)

@@ -84,10 +84,21 @@ def test_missing_or_changed_file_is_refused(tmp_path: Path, cli: Cli) -> None:
     assert not (tmp_path / "dest").exists()
 
 
+def test_missing_side_file_is_noticed_first(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    (tmp_path / "out/tokenizer.json").unlink()
+    for command in (["pull", "--stage", "0"], ["merge"]):
+        refused = cli(*command, tmp_path / "out", tmp_path / "dest")
+        assert refused.code == 1
+        assert "tokenizer.json is missing or has another size" in refused.err
+    assert not (tmp_path / "dest").exists()
+
+
 def test_usage(tmp_path: Path, cli: Cli) -> None:
     source = build(tmp_path / "source")
     cli("split", source, tmp_path / "out", "--pp-size", 2)
-    for stage in ("2", "x", "1-0", "", "-1", "0-9999999999"):
+    for stage in ("2", "x", "1-0", "", "-1", "0-9999999999", "all,x"):
         assert cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", stage).code == 2
     assert cli("pull", tmp_path / "out", tmp_path / "dest").code == 2
     assert cli("pull", source, tmp_path / "dest", "--stage", 0).code == 1

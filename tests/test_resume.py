@@ -167,7 +167,7 @@ def test_finished_set_is_left_as_it_is(tmp_path: Path, cli: Cli) -> None:
     before = state()
     again = cli("split", source, out, "--pp-size", 2)
     assert again.code == 0
-    assert "complete already, nothing to do" in again.out
+    assert "complete already; reshard verify reads the contents" in again.out
     assert f"reshard verify {out} --write-checksums" in again.err
     assert state() == before
 
@@ -190,8 +190,55 @@ def test_lost_files_of_a_finished_set_are_made_again(tmp_path: Path, cli: Cli) -
     before = tree(out)
     (out / "stage-01-of-02" / "model-layer-00006.safetensors").unlink()
     (out / "stage-00-of-02" / "model-visual.safetensors").write_bytes(b"short")
-    assert cli("split", source, out, "--pp-size", 2).code == 0
+    document = json.loads(cli("split", source, out, "--pp-size", 2, "--json").out)
+    assert (document["written"], document["linked"]) == (2, 0)
     assert tree(out) == before
+    for name in (
+        "config.json",
+        "model.safetensors.index.json",
+        "stage-00-of-02/tokenizer.json",
+        "stage-01-of-02/model.safetensors.index.json",
+        "stage-01-of-02/reshard.json",
+    ):
+        (out / name).unlink()
+    document = json.loads(cli("split", source, out, "--pp-size", 2, "--json").out)
+    assert (document["written"], document["linked"]) == (0, 0)
+    assert tree(out) == before
+    shutil.rmtree(out / "stage-01-of-02")
+    document = json.loads(cli("split", source, out, "--pp-size", 2, "--json").out)
+    assert (document["written"], document["linked"]) == (6, 1)
+    assert tree(out) == before
+
+
+def test_equal_counts_are_one_set_however_they_were_asked_for(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "out", "--pp-size", 3)
+    again = cli("split", source, tmp_path / "out", "--pp-size", 3, "--layers", "2,3,3")
+    assert again.code == 0
+
+
+def test_lost_manifest_of_the_root(tmp_path: Path, cli: Cli) -> None:
+    """The stages can still be collected, and that without copying."""
+    source = build(tmp_path / "source")
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 2)
+    (out / "reshard.json").unlink()
+    refused = cli("split", source, out, "--pp-size", 2)
+    assert refused.code == 2
+    assert f"reshard pull {out}/stage-00-of-02 NEW --stage 0" in refused.err
+    for stage in (0, 1):
+        directory = out / f"stage-0{stage}-of-02"
+        assert cli("pull", directory, tmp_path / "new", "--stage", stage).code == 0
+    assert verify(tmp_path / "new", source=open_checkpoint(source)).ok
+
+
+def test_source_that_is_older_than_1970(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    for path in source.iterdir():
+        os.utime(path, (-1_000_000, -1_000_000))
+    assert cli("split", source, tmp_path / "out", "--pp-size", 2).code == 0
+    assert cli("split", source, tmp_path / "out", "--pp-size", 2).code == 0
+    assert verify(tmp_path / "out", source=source).ok
 
 
 def test_other_plan_is_refused(tmp_path: Path, cli: Cli) -> None:
@@ -257,7 +304,7 @@ def test_changed_source_of_a_finished_set_is_refused(tmp_path: Path, cli: Cli) -
     os.utime(next(source.glob("*.safetensors")), ns=(1, 1))
     refused = cli("split", source, out, "--pp-size", 2, "--stage", 1)
     assert refused.code == 1
-    assert "the files of the source changed since" in refused.err
+    assert "the files of the source are not those that" in refused.err
 
 
 def test_second_process_on_one_output_is_refused(tmp_path: Path, cli: Cli, start: Start) -> None:

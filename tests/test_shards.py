@@ -416,7 +416,6 @@ def test_an_index_without_metadata(tmp_path: Path) -> None:
         "model.safetensors.index.json",
         "model.SAFETENSORS",
         "config.json",
-        "\ud800.safetensors",
         "a" * 300 + ".safetensors",
     ],
 )
@@ -716,3 +715,22 @@ def test_side_files_are_everything_but_weights(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert set(checkpoint.side_files) == carried | set(more)
     assert said(checkpoint, "sub-directories", "assets")
+
+
+@pytest.mark.parametrize(
+    "name", ["stage-00-of-02", "a\\b", b"\xff".decode("utf-8", "surrogateescape")]
+)
+def test_side_file_that_cannot_be_carried_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = build(tmp_path / "source")
+    (path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be carried along"):
+        open_checkpoint(path)
+
+
+def test_experts_of_other_modules_do_not_count_as_layouts(tmp_path: Path) -> None:
+    """Only those of the decoder and of mtp do: `--exclude visual` must not change the facts."""
+    path = build(tmp_path / "source", shards=1, index=False)
+    tensors = read_dir(path)
+    tensors["model.visual.blocks.0.mlp.experts.0.gate_proj.weight"] = ("U8", (1,), b"1")
+    write_tensors(path / "model.safetensors", tensors)
+    assert open_checkpoint(path).layouts.of(mtp=False) == "fused"

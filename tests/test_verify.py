@@ -87,6 +87,11 @@ def test_damage_is_found_and_named(
     assert found in told[0][1]
 
 
+def test_missing_stage_directory_is_one_problem(made: Path, cli: Cli) -> None:
+    shutil.rmtree(made / "stage-01-of-02")
+    assert problems(cli, made) == [("stage-01-of-02", "is missing")]
+
+
 def test_stage_of_another_set_is_noticed(tmp_path: Path, made: Path, cli: Cli) -> None:
     cli("split", tmp_path / "source", tmp_path / "b", "--pp-size", 2, "--engine", "vllm")
     shutil.rmtree(made / "stage-00-of-02")
