@@ -15,11 +15,13 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -29,6 +31,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from examples import tiny_checkpoint as tiny
+from reshard.describe import HOWS
+from reshard.version import __version__
 
 CORES = len(os.sched_getaffinity(0))
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -41,14 +45,16 @@ RESHARD = [sys.executable, str(REPOSITORY / "cli.py")]
 SPLIT = [*RESHARD, "split", SOURCE, OUT, "--pp-size", str(STAGES), "--json"]
 LOAD_AND_SAVE = [sys.executable, str(REPOSITORY / "benchmarks" / "load_and_save.py")]
 COPY = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
-HASH = f'find "$0" -name "*.safetensors" -print0 | xargs -0 -n 1 -P {CORES} sha256sum'
+HASH = f'find "$0" -name "*.safetensors" -print0 | xargs -0 -n 1 -P {CORES} '
 CONTENDERS = {
     "cp -r": ["sh", "-c", COPY, SOURCE, OUT],
     "split --no-checksum": [*SPLIT, "--no-checksum"],
     "split": SPLIT,
     "load and save": [*LOAD_AND_SAVE, SOURCE, OUT, str(STAGES)],
-    "sha256sum": ["sh", "-c", HASH, SOURCE],
+    "sha256sum": ["sh", "-c", HASH + "sha256sum", SOURCE],
 }
+if shutil.which("openssl"):  # with the processor's SHA instructions, as Python's hashlib
+    CONTENDERS["openssl sha256"] = ["sh", "-c", HASH + "openssl dgst -sha256", SOURCE]
 
 
 class Run(NamedTuple):
@@ -77,13 +83,8 @@ def dims(gb: float) -> tiny.Dims:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
     )
-    one, two = (tiny.total_bytes(tiny.checkpoint(with_experts(sizes, n))) for n in (1, 2))
-    return with_experts(sizes, max(2, round(1 + (gb * 1e9 - one) / (two - one))))
-
-
-def with_experts(sizes: tiny.Dims, experts: int) -> tiny.Dims:
-    """The same model with another number of experts."""
-    return tiny.Dims(**{**vars(sizes), "num_experts": experts})
+    one, two = (tiny.total_bytes(tiny.checkpoint(replace(sizes, num_experts=n))) for n in (1, 2))
+    return replace(sizes, num_experts=max(2, round(1 + (gb * 1e9 - one) / (two - one))))
 
 
 def write_checkpoint(path: Path, gb: float) -> int:
@@ -133,10 +134,10 @@ def measure(command: list[str], source: Path, out: Path) -> Run:
 
 
 def prepare(source: Path, out: Path, touched: int, *, cold: bool) -> None:
-    """The same start for everyone: no output, nothing left to write, cache and memory as asked.
+    """The same start for everyone: no output, nothing left to write, caches as asked.
 
-    Virtual machines hand memory that is free back to their host, and get it again slowly: a
-    process that touches it just before takes that out of the measured one.
+    Some virtual machines hand free memory back to their host, and get it again only slowly. A
+    process that touches memory just before takes that wait off the measured one.
     """
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
@@ -180,19 +181,19 @@ def compare(work: Path, size: int, runs: int, *, cold: bool) -> None:
 
 
 def repartition(work: Path) -> None:
-    """Split an output for another number of stages: files are linked, not copied."""
+    """Split an output for other numbers of stages: its files are linked, not copied."""
     first, second = work / "first", work / "second"
     measure(SPLIT, work / "source", first)
     for stages in (2 * STAGES, STAGES // 2):
         shutil.rmtree(second, ignore_errors=True)
         command = [*RESHARD, "split", str(first), str(second), "--pp-size", str(stages), "--json"]
         start = time.perf_counter()
-        done = subprocess.run(command, check=True, capture_output=True)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         seconds = time.perf_counter() - start
         document = json.loads(done.stdout)
-        counts = ", ".join(
-            f"{document[how]} {how}" for how in ("linked", "written") if how in document
-        )
+        counts = ", ".join(f"{document[how]} {how}" for how in HOWS if document[how])
         print(f"\nFrom {STAGES} to {stages} stages: {seconds:.2f} s, {counts}")
 
 
@@ -201,26 +202,16 @@ def repartition(work: Path) -> None:
 
 def facts(work: Path, size: int) -> str:
     """What figures depend on."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    tail = ["tail", "-n", "1"]
-    df = subprocess.run(["df", "--output=fstype", work], check=True, capture_output=True).stdout
-    file_system = subprocess.run(tail, input=df, capture_output=True, check=True).stdout.decode()
-    versions = [f"{name} {version(name)}" for name in ("torch", "safetensors")]
-    return "\n".join(
-        [
-            f"{size / 1e9:.2f} GB in {len(list(work.glob('source/*.safetensors')))} shards, "
-            f"{STAGES} stages of {LAYERS // STAGES} layers",
-            f"{CORES} cores, {cpu}, {memory('MemTotal') / 1e9:.0f} GB of memory",
-            f"{file_system.strip()}, Linux {platform.release()}",
-            f"Python {platform.python_version()}, {', '.join(versions)}",
-        ]
+    names = re.search("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu = names[1] if names else platform.machine()
+    df = subprocess.run(["df", "--output=fstype", work], check=True, capture_output=True, text=True)
+    shards = len(list(work.glob("source/*.safetensors")))
+    return (
+        f"{size / 1e9:.2f} GB in {shards} shards, {STAGES} stages of {LAYERS // STAGES} layers\n"
+        f"{CORES} cores, {cpu}, {memory('MemTotal') / 1e9:.0f} GB of memory\n"
+        f"{df.stdout.split()[-1]}, Linux {platform.release()}\n"
+        f"Python {platform.python_version()}, reshard {__version__}, "
+        f"torch {version('torch')}, safetensors {version('safetensors')}"
     )
 
 
@@ -233,9 +224,9 @@ def note(message: str) -> None:
 def main() -> None:
     """Make the checkpoint, measure, remove everything."""
     parser = argparse.ArgumentParser(description="Measure reshard split.")
-    parser.add_argument("--gb", type=float, default=8, help="size of the checkpoint (default: 8)")
+    parser.add_argument("--gb", type=float, default=8, help="size, at least 2 (default: 8)")
     parser.add_argument("--runs", type=int, default=5, help="rounds per table (default: 5)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to work (default: here)")
+    parser.add_argument("--dir", type=Path, default=Path(), help="where to make a work directory")
     parser.add_argument(
         "--repartition", action="store_true", help="measure splitting an output again instead"
     )

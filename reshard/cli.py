@@ -373,7 +373,7 @@ def _build_plan(
 
 def _names(values: list[str] | None) -> tuple[str, ...]:
     """Names given by repeating an option, or with commas."""
-    return tuple(dict.fromkeys(",".join(values or ()).split(","))) if values else ()
+    return tuple(filter(None, dict.fromkeys(",".join(values or ()).split(","))))
 
 
 def _show_outcome(display: Display, outcome: Outcome, dest: Path, as_json: bool) -> None:
@@ -402,9 +402,10 @@ def _counts(document: dict[str, Any], where: Path) -> str:
     from reshard.describe import HOWS
 
     counts = [f"{document[how]} {how}" for how in HOWS if document[how]]
-    return f"{quoted(str(where))}: " + (
-        ", ".join(counts) if counts else "complete already; reshard verify reads the contents"
-    )
+    if not document["changed"]:
+        counts = ["complete already; reshard verify reads the contents"]
+    what = ", ".join(counts) or "side files, indexes and manifests written anew"
+    return f"{quoted(str(where))}: {what}"
 
 
 def _print_json(document: dict[str, Any]) -> None:

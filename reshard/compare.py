@@ -35,7 +35,8 @@ def check_source(
     }
     excluded = {e.name for e in bundle.manifest.excluded if e.kind == "component"}
     owned = {c for c in source.components if _owned(c, bundle.manifest)}
-    for component in sorted(owned - present, key=str):
+    recorded = {file.component for file in bundle.manifest.files().values()}
+    for component in sorted(owned - recorded, key=str):
         if component.kind not in excluded:
             problems.append(Problem(".", f"{component.stem}: in the source, not in the set"))
     found = {tensor.name for file in weights for tensor in file.header.tensors}

@@ -144,7 +144,7 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     value = config.get("tie_word_embeddings")
     if value is None:
         value = text.get("tie_word_embeddings")
-    if value not in (None, True, False):
+    if not (value is None or isinstance(value, bool)):
         raise CheckpointError(
             f"config.json: tie_word_embeddings is {quoted(repr(value))}, not true or false"
         )

@@ -22,6 +22,9 @@ from reshard.source import LocalSource, Range, Source
 
 MAX_JOBS = 8
 
+_WRITEBACK = 8 << 20
+"""Bytes of a file after which the disk is told to start writing; see docs/benchmarks.md."""
+
 _FICLONE = 0x40049409  # linux/fs.h: share a whole file's blocks (btrfs, XFS)
 _NO_LINK = (
     errno.EXDEV,
@@ -227,15 +230,30 @@ def write_pieces(
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o666)
         try:
+            written = begun = 0
             for piece in pieces:
-                if digest is not None:
+                rest = piece
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+                written += len(piece)
+                if written - begun >= _WRITEBACK:
+                    _begin_writeback(descriptor, begun, written)
+                    begun = written
+                if digest is not None:  # while the disk is busy
                     digest.update(piece)
-                while piece:
-                    piece = piece[os.write(descriptor, piece) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return digest.hexdigest() if digest else None
+
+
+def _begin_writeback(descriptor: int, begin: int, end: int) -> None:
+    """Have the disk start on these bytes of a file, without waiting: what this advice does on Linux.
+
+    Left alone, the kernel keeps them in memory until fsync has to wait for all of them at once.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _link(existing: Path, path: str, output: OutputDirectory) -> str | None:

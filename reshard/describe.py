@@ -37,6 +37,7 @@ def outcome_document(
         "notes": list(notes),
         "present": list(manifest.present),
         "set_id": manifest.set_id,
+        "changed": outcome.changed,
         **{how: counts.get(how, 0) for how in HOWS},
     }
 

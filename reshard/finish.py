@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.bundle import checked_header
@@ -21,16 +21,17 @@ class Outcome:
     """What a run did: the set as the directory `root` now shows it, and how its files came about.
 
     `counts` maps `written`, `linked`, `reflinked`, `copied` and `reused` to numbers of weight
-    files; it is empty where everything was there already.
+    files. `changed` is false where everything was there already.
     """
 
     root: Path
     manifest: Manifest
-    counts: Mapping[str, int]
+    counts: Mapping[str, int] = field(default_factory=Counter)
+    changed: bool = False
 
     @classmethod
     def of(cls, root: Path, manifest: Manifest, tasks: Iterable[FinishedTask]) -> Outcome:
-        return cls(root, manifest, Counter(task.how for task in tasks))
+        return cls(root, manifest, Counter(task.how for task in tasks), changed=True)
 
 
 def side_bytes(manifest: Manifest, directories: int = 1) -> int:

@@ -36,7 +36,7 @@ def merge(
     records = bundle.manifest.files()
     tasks = link_tasks(bundle, set(records))
     if not (root / PARTIAL_NAME).exists() and _is_merged(root, bundle):
-        return Outcome(root, bundle.manifest, {})
+        return Outcome(root, bundle.manifest)
     check_usable(root)
     begun_as = {"command": "merge", "set": bundle.manifest.set_id}
     with OutputDirectory.hold(root, begun_as) as output:
@@ -63,6 +63,10 @@ def _is_merged(root: Path, bundle: BundleSet) -> bool:
         if not index.is_file() or not all((root / name).is_file() for name in names):
             return False
         source = LocalSource(root)
-        if any(source.stamp(name).size != record.bytes for name, record in names.items()):
+        sizes = {name: record.bytes for name, record in names.items()}
+        sizes |= {side.name: side.bytes for side in bundle.manifest.side_files}
+        if any(
+            name not in source.files() or source.stamp(name).size != n for name, n in sizes.items()
+        ):
             return False
         return index.read_bytes() == encode_index(*index_of(source, names))

@@ -44,17 +44,33 @@ def pull(
             hint="split these stages first: reshard split ... --stage K",
         )
     there = _pulled_set(root, bundle.manifest)
-    intact = there.intact_stages() if there else ()
-    wanted = [stage for stage in stages if stage not in intact]
-    if there and not wanted and not (root / PARTIAL_NAME).exists():
-        return Outcome(root, there.manifest, {})
-    known = {file.name for stage in intact for file in bundle.manifest.stages[stage].files}
-    needed = {file.name for stage in wanted for file in bundle.manifest.stages[stage].files} - known
-    tasks = link_tasks(bundle, needed)
+    claimed = tuple(sorted({*stages, *(there.manifest.present if there else ())}))
+    needed = {
+        file.name
+        for stage in claimed
+        for file in bundle.manifest.stages[stage].files
+        if there is None or not there.in_place("", {file.name: file.bytes})
+    }
+    untouched = not (root / PARTIAL_NAME).exists()
+    if (
+        there
+        and claimed == there.manifest.present
+        and not needed
+        and there.complete("")
+        and untouched
+    ):
+        return Outcome(root, there.manifest)
+    lacking = sorted(needed - bundle.manifest.files().keys())
+    if lacking:
+        raise BundleError(
+            f"{quoted(str(root))} lacks {lacking[0]} of a stage that it holds, and "
+            f"{quoted(str(bundle.source.root))} does not have it either",
+            hint="pull that stage again from a set that has it, or use another directory",
+        )
     begun_as = {"command": "pull", "set": bundle.manifest.set_id}
     with OutputDirectory.hold(root, begun_as) as output:
         done = run_tasks(
-            tasks,
+            link_tasks(bundle, needed),
             source=bundle.source,
             output=output,
             jobs=jobs or default_jobs(),
@@ -65,11 +81,9 @@ def pull(
         )
         sha256 = {f.name: f.sha256 for f in there.manifest.files().values()} if there else {}
         sha256 |= {task.name: task.sha256 for task in done}
-        present = tuple(sorted({*wanted, *intact}))
-        seen = bundle.manifest.seen_from(present, sha256, root=False)
-        finish_directory(
-            output, "", bundle.source, seen, *index_of(LocalSource(root), seen.files())
-        )
+        seen = bundle.manifest.seen_from(claimed, sha256, root=False)
+        index = index_of(LocalSource(root), seen.files())
+        finish_directory(output, "", bundle.source, seen, *index)
     return Outcome.of(root, seen, done)
 
 

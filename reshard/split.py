@@ -56,11 +56,12 @@ def split(
     manifest = plan_manifest(plan)
     current = _finished_set(root, manifest)
     intact = current.intact_stages() if current else ()
-    asked = range(plan.pp_size) if stages is None else sorted(set(stages))
-    wanted = tuple(stage for stage in asked if stage not in intact)
+    asked = set(range(plan.pp_size) if stages is None else stages)
+    claimed = asked | set(current.manifest.present if current else ())
+    wanted = sorted(claimed - set(intact))
     untouched = not (root / PARTIAL_NAME).exists()
     if current and not wanted and current.complete("") and untouched:
-        return Outcome(root, current.manifest, {})
+        return Outcome(root, current.manifest)
     with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
         for stage in wanted:
             output.make_directory(stage_directory(stage, plan.pp_size))
@@ -84,7 +85,7 @@ def split(
             paths = {file.name: file.name for file in plan.stages[stage].files}
             seen = manifest.seen_from((stage,), sha256, root=False)
             finish_directory(output, directory, source, seen, *_index(plan, paths))
-        present = tuple(sorted({*wanted, *intact}))
+        present = tuple(sorted(claimed))
         seen = manifest.seen_from(present, sha256, root=True)
         finish_directory(output, "", source, seen, *_index(plan, _root_paths(plan, present)))
     return Outcome.of(root, seen, done)

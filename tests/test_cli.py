@@ -80,7 +80,7 @@ def test_plan_names_the_very_files_that_split_writes(tmp_path: Path, cli: Cli) -
     made = json.loads(cli("split", source, tmp_path / "out", *options).out)
     assert {key: made[key] for key in planned} == planned
     assert list(made)[len(planned) :] == [
-        "present", "set_id", "written", "linked", "reflinked", "copied", "reused", "launch",
+        "present", "set_id", "changed", "written", "linked", "reflinked", "copied", "reused", "launch",
     ]  # fmt: skip
     for stage in planned["stages"]:
         directory = tmp_path / "out" / f"stage-{stage['stage']:02d}-of-03"

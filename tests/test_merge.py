@@ -49,8 +49,9 @@ def test_merge_again_does_nothing(tmp_path: Path, cli: Cli) -> None:
     assert again.code == 0
     assert "complete already" in again.out
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "merged").iterdir()}
-    (tmp_path / "merged/model-head.safetensors").unlink()
-    assert cli("merge", tmp_path / "out", tmp_path / "merged").code == 2
+    for name in ("vocab.json", "model-head.safetensors"):
+        (tmp_path / "merged" / name).unlink()
+        assert cli("merge", tmp_path / "out", tmp_path / "merged").code == 2
 
 
 def test_merge_killed_at_the_very_end_is_cleaned_up(tmp_path: Path, cli: Cli) -> None:

@@ -95,6 +95,26 @@ def test_missing_side_file_is_noticed_first(tmp_path: Path, cli: Cli) -> None:
     assert not (tmp_path / "dest").exists()
 
 
+def test_pulling_more_repairs_what_is_there(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    out, dest = tmp_path / "out", tmp_path / "dest"
+    cli("split", source, out, "--pp-size", 3)
+    cli("pull", out, dest, "--stage", "0-1")
+    before = tree(dest)
+    (dest / "vocab.json").unlink()
+    result = cli("pull", out, dest, "--stage", 1)
+    assert (result.code, "manifests written anew" in result.out) == (0, True)
+    assert tree(dest) == before
+    (dest / "model-layer-00000.safetensors").unlink()
+    document = json.loads(cli("pull", out, dest, "--stage", 1, "--json").out)
+    assert (document["linked"], document["present"]) == (1, [0, 1])
+    assert tree(dest) == before
+    (dest / "model-layer-00000.safetensors").unlink()
+    refused = cli("pull", out / "stage-02-of-03", dest, "--stage", 2)
+    assert refused.code == 1
+    assert "lacks model-layer-00000.safetensors of a stage that it holds" in refused.err
+
+
 def test_usage(tmp_path: Path, cli: Cli) -> None:
     source = build(tmp_path / "source")
     cli("split", source, tmp_path / "out", "--pp-size", 2)

@@ -202,12 +202,23 @@ def test_lost_files_of_a_finished_set_are_made_again(tmp_path: Path, cli: Cli) -
     ):
         (out / name).unlink()
     document = json.loads(cli("split", source, out, "--pp-size", 2, "--json").out)
-    assert (document["written"], document["linked"]) == (0, 0)
+    assert (document["written"], document["linked"], document["changed"]) == (0, 0, True)
     assert tree(out) == before
     shutil.rmtree(out / "stage-01-of-02")
     document = json.loads(cli("split", source, out, "--pp-size", 2, "--json").out)
     assert (document["written"], document["linked"]) == (6, 1)
     assert tree(out) == before
+
+
+def test_adding_a_stage_repairs_the_others(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 2, "--stage", 0)
+    (out / "stage-00-of-02" / "vocab.json").unlink()
+    (out / "stage-00-of-02" / "model-embed.safetensors").unlink()
+    assert cli("split", source, out, "--pp-size", 2, "--stage", 1).code == 0
+    cli("split", source, tmp_path / "whole", "--pp-size", 2)
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_equal_counts_are_one_set_however_they_were_asked_for(tmp_path: Path, cli: Cli) -> None:

@@ -90,6 +90,8 @@ def test_damage_is_found_and_named(
 def test_missing_stage_directory_is_one_problem(made: Path, cli: Cli) -> None:
     shutil.rmtree(made / "stage-01-of-02")
     assert problems(cli, made) == [("stage-01-of-02", "is missing")]
+    source = made.parent / "source"
+    assert problems(cli, made, "--source", source) == [("stage-01-of-02", "is missing")]
 
 
 def test_stage_of_another_set_is_noticed(tmp_path: Path, made: Path, cli: Cli) -> None:
