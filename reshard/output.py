@@ -9,18 +9,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from reshard.bundle import PARTIAL_NAME
 from reshard.errors import OutputError, UsageError, quoted, storage_errors
+from reshard.journal import FinishedFile, Journal
 from reshard.manifest import MANIFEST_NAME
 from reshard.source import STAGE_DIRECTORY, FileStamp
 
@@ -84,23 +82,13 @@ def check_space(out: Path, needed: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
-    """A line of the journal: a file of the output, as it was when it was finished."""
-
-    sha256: str | None
-    stamp: FileStamp
-
-
 class OutputDirectory:
     """An output while one run holds its lock. Paths are relative to `root`, with `/`."""
 
-    def __init__(self, root: Path, journal: Path, finished: dict[str, FinishedFile]) -> None:
+    def __init__(self, root: Path, journal: Journal) -> None:
         self.root = root
         self._journal = journal
-        self._finished = finished
         self._made: list[Path] = []
-        self._journal_lock = Lock()
 
     @classmethod
     @contextmanager
@@ -110,14 +98,8 @@ class OutputDirectory:
         An unfinished run is continued if it was begun as the same, else refused with `OutputError`;
         so is a second process. When the block ends well, the journal and the lock are removed.
         """
-        journal = root / PARTIAL_NAME / "journal"
         with locked(root):
-            finished = _read_journal(journal, begun_as)
-            if finished is None:
-                finished = {}
-                with storage_errors(journal):
-                    _append(journal, dict(begun_as))
-            output = cls(root, journal, finished)
+            output = cls(root, Journal.open(root / PARTIAL_NAME / "journal", begun_as))
             output._remove_temporaries()
             try:
                 yield output
@@ -128,7 +110,7 @@ class OutputDirectory:
 
     def reusable(self, path: str, size: int, *, checksum: bool) -> FinishedFile | None:
         """The journal's word on a file that was finished and that nobody touched since."""
-        finished = self._finished.get(path)
+        finished = self._journal.finished.get(path)
         if finished is None or finished.stamp.size != size:
             return None
         if checksum and finished.sha256 is None:
@@ -144,10 +126,7 @@ class OutputDirectory:
         """Write to the journal that a file is finished."""
         with storage_errors(self.root / path):
             stamp = FileStamp.of(os.lstat(self.root / path))
-            line = {"file": path, "sha256": sha256, "stamp": list(stamp)}
-            with self._journal_lock:
-                self._finished[path] = FinishedFile(sha256, stamp)
-                _append(self._journal, line)
+        self._journal.record(path, FinishedFile(sha256, stamp))
 
     def make_directory(self, directory: str) -> None:
         """Create a directory of the output. A link in its place could lead anywhere: refused."""
@@ -183,9 +162,8 @@ class OutputDirectory:
 
     def _leave(self, *, done: bool) -> None:
         """Drop the journal once it has served, and every trace of a run that finished no file."""
-        if done or not self._finished:
-            with suppress(FileNotFoundError):
-                self._journal.unlink()
+        if done or not self._journal.finished:
+            self._journal.remove()
             for directory in reversed(self._made):
                 with suppress(OSError):  # it holds something by now
                     directory.rmdir()
@@ -283,55 +261,3 @@ def _refuse_link(path: Path) -> None:
             f"{quoted(str(path))} is a link; reshard writes inside its output only",
             hint="remove the link",
         )
-
-
-def _append(journal: Path, line: Mapping[str, Any]) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(journal, flags, 0o666), "ab") as file:
-        file.write(json.dumps(line).encode("utf-8") + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_journal(journal: Path, begun_as: Mapping[str, Any]) -> dict[str, FinishedFile] | None:
-    """The finished files of an earlier run, or None where there was none.
-
-    What a kill or a power failure has torn at the end is cut off, so that it can be continued.
-    """
-    with storage_errors(journal):
-        if not journal.exists():
-            return None
-        content = journal.read_bytes()
-    head: dict[str, Any] | None = None
-    finished: dict[str, FinishedFile] = {}
-    intact = 0
-    for line in content.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-            if head is None:
-                head = dict(entry.items())
-            else:
-                stamp = FileStamp(*entry["stamp"])
-                finished[entry["file"]] = FinishedFile(entry["sha256"], stamp)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            break
-        if not line.endswith(b"\n"):
-            break
-        intact += len(line)
-    with storage_errors(journal):
-        os.truncate(journal, intact)
-    if head is None or intact == 0:
-        return None
-    for key, value in begun_as.items():
-        if head.get(key) != value:
-            raise OutputError(
-                f"{quoted(str(journal.parent.parent))} was begun with another {key}: "
-                f"{_shown(head.get(key))}, now {_shown(value)}",
-                hint="finish it as it was begun, or choose another output directory "
-                "(or remove this one)",
-            )
-    return finished
-
-
-def _shown(value: Any) -> str:
-    return quoted(value if isinstance(value, str) else json.dumps(value))
