@@ -10,7 +10,15 @@ from reshard.errors import BundleError, CheckpointError, quoted, storage_errors
 from reshard.header import SafetensorsHeader
 from reshard.index import INDEX_NAME
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
-from reshard.source import LocalSource, Source, missing_directory, read_header
+from reshard.source import (
+    LocalSource,
+    Range,
+    Source,
+    missing_directory,
+    read_header,
+    read_json,
+    sha256_of,
+)
 
 PARTIAL_NAME = ".reshard-partial"
 """The directory in an unfinished output that holds its lock and its journal."""
@@ -47,7 +55,7 @@ class BundleSet:
     @classmethod
     def from_source(cls, source: LocalSource) -> BundleSet:
         """Read the manifest at the top level of a source that has one."""
-        raw = source.read(MANIFEST_NAME, 0, source.stamp(MANIFEST_NAME).size)
+        raw = read_json(source, MANIFEST_NAME, BundleError)
         return cls(source, Manifest.parse(raw, MANIFEST_NAME))
 
     def directory_of(self, stage: int) -> str:
@@ -102,11 +110,13 @@ class BundleSet:
         )
 
     def check_side_files(self) -> None:
-        """Raise `BundleError` unless the side files are there, in their size."""
+        """Raise `BundleError` unless the side files are there, with the bytes of the manifest."""
         for side in self.manifest.side_files:
-            if not self.in_place("", {side.name: side.bytes}):
+            whole = [Range(side.name, 0, side.bytes)]
+            there = self.in_place("", {side.name: side.bytes})
+            if not there or sha256_of(self.source.read_many(whole)) != side.sha256:
                 raise BundleError(
-                    f"{quoted(side.name)} is missing or has another size",
+                    f"{quoted(side.name)} is missing or was changed",
                     hint="to restore it, run the reshard split or pull that made this set again",
                 )
 

@@ -29,6 +29,7 @@ from reshard.source import (
     Source,
     is_plain_name,
     missing_directory,
+    read_json,
     sample,
 )
 from reshard.strict_json import digest, parse_object
@@ -153,7 +154,7 @@ def read_config(source: Source) -> ModelConfig:
             f"{quoted(source.origin.get('directory') or 'the snapshot')}: there is no config.json",
             hint=hint,
         )
-    raw = source.read("config.json", 0, source.stamp("config.json").size)
+    raw = read_json(source, "config.json", CheckpointError)
     return ModelConfig.from_json(
         parse_object(raw, "config.json", CheckpointError),
         hf_quant_config="hf_quant_config.json" in source.files(),

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from reshard.errors import Interrupted, ReshardError, quoted
+from reshard.errors import Interrupted, ReshardError, UsageError, printable, quoted
 
 if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
     from reshard.display import Bars, Display
@@ -37,7 +37,7 @@ Source = Annotated[
     typer.Argument(metavar="SOURCE", help="Directory of a checkpoint, or of an output of reshard."),
 ]
 Set = Annotated[
-    Path,
+    str,
     typer.Argument(metavar="OUT", help="Output of split or pull, or one of its stage directories."),
 ]
 PpSize = Annotated[
@@ -143,7 +143,7 @@ def plan(
 def split(
     source: Source,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Directory to write; new, or to be continued.")
+        str, typer.Argument(metavar="OUT", help="Directory to write; new, or to be continued.")
     ],
     pp_size: PpSize,
     engine: EngineName = "sglang",
@@ -183,20 +183,25 @@ def split(
     display.messages(made.warnings, made.notes)
     with _working(display) as bars:
         outcome = split_plan(
-            made, out, stages=stages, jobs=jobs, checksums=not no_checksum, progress=bars
+            made,
+            _directory(out),
+            stages=stages,
+            jobs=jobs,
+            checksums=not no_checksum,
+            progress=bars,
         )
     document = outcome_document(outcome, made.warnings, made.notes)
-    commands = node_commands(outcome.manifest, out, nodes)
+    commands = node_commands(outcome.manifest, Path(out), nodes)
     if as_json:
         document["launch"] = [command._asdict() for command in commands]
         _print_json(document)
     else:
-        display.plan(document, _title(document, quoted(str(out))))
+        display.plan(document, _title(document, quoted(out)))
         display.line(_counts(document, out))
         display.launch(commands, outcome.manifest.engine.name)
     files = outcome.manifest.files().values()
     if not no_checksum and any(file.sha256 is None for file in files):
-        cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
+        cure = f"reshard verify {shlex.quote(out)} --write-checksums"
         display.messages((), (f"files without a checksum are there; to add them: {cure}",))
 
 
@@ -229,7 +234,7 @@ def verify(
     original = open_checkpoint(source) if source is not None else None
     with _working(display, writes=False) as bars:
         report = verify_set(
-            out,
+            _directory(out),
             source=original,
             engine=engine.lower() if engine else None,
             write_checksums=write_checksums,
@@ -246,7 +251,7 @@ def verify(
         state = "ok" if report.ok else counted(len(report.problems), "problem")
         display.line(f"{state}: {what}, {size(report.bytes)}{compared}")
     if report.unhashed:
-        cure = f"reshard verify {shlex.quote(str(out))} --write-checksums"
+        cure = f"reshard verify {shlex.quote(out)} --write-checksums"
         display.messages((), (f"files without a checksum: {report.unhashed}; to add them: {cure}",))
     if not report.ok:
         raise typer.Exit(1)
@@ -292,7 +297,7 @@ def inspect(
 @app.command()
 def merge(
     out: Set,
-    dest: Annotated[Path, typer.Argument(metavar="DEST", help="Directory to write.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Directory to write.")],
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -302,7 +307,7 @@ def merge(
 
     display = Display(quiet=quiet)
     with _working(display) as bars:
-        outcome = merge_set(out, dest, progress=bars)
+        outcome = merge_set(_directory(out), _directory(dest), progress=bars)
     _show_outcome(display, outcome, dest, as_json)
 
 
@@ -310,7 +315,7 @@ def merge(
 def pull(
     out: Set,
     dest: Annotated[
-        Path, typer.Argument(metavar="DEST", help="Directory to write, or to add stages to.")
+        str, typer.Argument(metavar="DEST", help="Directory to write, or to add stages to.")
     ],
     stage: Annotated[
         list[str],
@@ -326,9 +331,9 @@ def pull(
     from reshard.pull import pull as pull_stages
 
     display = Display(quiet=quiet)
-    stages = parse_stages(stage, BundleSet.open(out).manifest.pp_size)
+    stages = parse_stages(stage, BundleSet.open(_directory(out)).manifest.pp_size)
     with _working(display) as bars:
-        outcome = pull_stages(out, dest, stages, progress=bars)
+        outcome = pull_stages(_directory(out), _directory(dest), stages, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
 
 
@@ -371,12 +376,19 @@ def _build_plan(
     )
 
 
+def _directory(text: str) -> Path:
+    """A directory argument; an empty one (an unset variable) would mean the current directory."""
+    if not text:
+        raise UsageError("a directory argument is empty")
+    return Path(text)
+
+
 def _names(values: list[str] | None) -> tuple[str, ...]:
     """Names given by repeating an option, or with commas."""
     return tuple(filter(None, dict.fromkeys(",".join(values or ()).split(","))))
 
 
-def _show_outcome(display: Display, outcome: Outcome, dest: Path, as_json: bool) -> None:
+def _show_outcome(display: Display, outcome: Outcome, dest: str, as_json: bool) -> None:
     from reshard.describe import outcome_document
 
     document = outcome_document(outcome)
@@ -398,14 +410,14 @@ def _title(document: dict[str, Any], what: str) -> str:
     )
 
 
-def _counts(document: dict[str, Any], where: Path) -> str:
+def _counts(document: dict[str, Any], where: str) -> str:
     from reshard.describe import HOWS
 
     counts = [f"{document[how]} {how}" for how in HOWS if document[how]]
     if not document["changed"]:
         counts = ["complete already; reshard verify reads the contents"]
     what = ", ".join(counts) or "side files, indexes and manifests written anew"
-    return f"{quoted(str(where))}: {what}"
+    return f"{quoted(where)}: {what}"
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -417,7 +429,12 @@ def main() -> None:
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: temporary files removed
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         try:
             app()
@@ -426,11 +443,18 @@ def main() -> None:
     except ReshardError as error:
         if os.environ.get("RESHARD_DEBUG") == "1":
             raise
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:  # of standard output; errors of files are StorageError
+        _fail(error.message, error.hint, error.exit_code)
+    except OSError as error:  # errors of weight files are StorageError; what is left says where
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        sys.exit(1)
+        _fail(f"{error.filename or 'standard output'}: {error.strerror}")
+    except RecursionError:
+        _fail("a JSON file is nested too deeply")
+    except MemoryError:
+        _fail("there is not enough memory")
+
+
+def _fail(message: str, hint: str | None = None, exit_code: int = 1) -> NoReturn:
+    for kind, text in (("error", message), ("hint", hint)):
+        for number, line in enumerate(text.split("\n") if text else ()):
+            print(printable(line if number else f"{kind}: {line}"), file=sys.stderr)
+    sys.exit(exit_code)

@@ -7,14 +7,14 @@ from threading import Event
 
 from reshard.bundle import BundleSet
 from reshard.checkpoint import Checkpoint
-from reshard.copy import hash_pieces, in_parallel, tensor_ranges, watched
+from reshard.copy import in_parallel, tensor_ranges, watched
 from reshard.errors import quoted
 from reshard.header import TensorInfo
 from reshard.manifest import Manifest
 from reshard.names import Component
 from reshard.progress import Progress
 from reshard.report import Problem, WeightFile
-from reshard.source import LocalSource
+from reshard.source import LocalSource, sha256_of
 
 
 def check_source(
@@ -89,7 +89,7 @@ def _compare(
         equal = equal and bytes(a) == bytes(b)
     if not equal:
         for tensor, other in pairs:
-            here = hash_pieces(mine.read_many(tensor_ranges([tensor])))
-            if here != hash_pieces(source.source.read_many(tensor_ranges([other]))):
+            here = sha256_of(mine.read_many(tensor_ranges([tensor])))
+            if here != sha256_of(source.source.read_many(tensor_ranges([other]))):
                 problems.append(Problem(file.path, f"{quoted(tensor.name)}: bytes differ"))
     return problems

@@ -14,11 +14,12 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from reshard.errors import BundleError, StorageError, quoted, storage_errors
+from reshard.bundle import BundleSet
+from reshard.errors import BundleError, SourceChangedError, StorageError, quoted, storage_errors
 from reshard.header import TensorInfo, encode_header
 from reshard.output import OutputDirectory, check_space
 from reshard.progress import Progress
-from reshard.source import LocalSource, Range, Source
+from reshard.source import FileStamp, LocalSource, Range, Source, sha256_of
 
 MAX_JOBS = 8
 
@@ -49,7 +50,8 @@ class FileTask:
     """One file to bring into an output.
 
     It is either new and canonical, with `tensors` in their order, or has the same bytes as the
-    existing file `same_as`. `sha256` is its checksum where that is known.
+    existing file `same_as`. `sha256` is its checksum, and `stamp` what `same_as` must be still,
+    where that is known.
     """
 
     path: str
@@ -57,6 +59,7 @@ class FileTask:
     tensors: tuple[TensorInfo, ...] = ()
     same_as: Path | None = None
     sha256: str | None = None
+    stamp: FileStamp | None = None
 
     @property
     def name(self) -> str:
@@ -74,6 +77,22 @@ class FinishedTask:
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
+
+
+def bundle_task(bundle: BundleSet, name: str, path: str) -> FileTask:
+    """Bring a file of a set, by name, to `path`; it is checked by size and header first.
+
+    Raises `BundleError` where it is not what the manifest says.
+    """
+    record, there = bundle.manifest.files()[name], bundle.locate()[name]
+    bundle.header(there, record)
+    return FileTask(
+        path,
+        record.bytes,
+        same_as=bundle.source.root / there,
+        sha256=record.sha256,
+        stamp=bundle.source.stamp(there),
+    )
 
 
 def default_jobs() -> int:
@@ -196,13 +215,14 @@ def _take(
     progress: Progress,
 ) -> FinishedTask:
     """Bring in a file whose bytes exist: linked, or copied and compared with its checksum."""
-    how = _link(existing, task.path, output)
+    how = _link(existing, task, output)
     whole = Range(existing.name, 0, task.size)
-    pieces = watched(LocalSource(existing.parent).read_many([whole]), stop, progress)
+    stamps = {existing.name: task.stamp} if task.stamp else {}
+    pieces = watched(LocalSource(existing.parent, stamps).read_many([whole]), stop, progress)
     sha256 = task.sha256
     if how is not None:
         if checksums and sha256 is None:
-            sha256 = hash_pieces(pieces)
+            sha256 = sha256_of(pieces)
         return FinishedTask(task.path, how, sha256)
     found = write_pieces(task.path, pieces, output, checksums or sha256 is not None)
     if sha256 is not None and found != sha256:
@@ -211,14 +231,6 @@ def _take(
             hint="the file is damaged; fetch or split it again",
         )
     return FinishedTask(task.path, "copied", found)
-
-
-def hash_pieces(pieces: Iterable[memoryview]) -> str:
-    """sha256 of the pieces, one after the other."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def write_pieces(
@@ -256,12 +268,18 @@ def _begin_writeback(descriptor: int, begin: int, end: int) -> None:
         os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
-def _link(existing: Path, path: str, output: OutputDirectory) -> str | None:
+def _link(existing: Path, task: FileTask, output: OutputDirectory) -> str | None:
     """Hard-link a file, or share its blocks; None where the file system can do neither."""
     for how, make in (("linked", _hard_link), ("reflinked", _reflink)):
         try:
-            with output.create(path) as temporary:
+            with output.create(task.path) as temporary:
                 make(existing, temporary)
+                status = os.stat(temporary if how == "linked" else existing)
+                if task.stamp not in (None, FileStamp.of(status)):
+                    raise SourceChangedError(
+                        f"{quoted(str(existing))} changed since it was planned",
+                        hint="wait until nothing writes to the set, then run the command again",
+                    )
             return how
         except StorageError as error:
             if error.errno not in _NO_LINK:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reshard.errors import quoted
+from reshard.errors import printable, quoted
 from reshard.launch import NodeCommands
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class Display:
 
     def line(self, text: str = "") -> None:
         if not self._quiet:
-            self._out.print(Text(text))
+            self._out.print(Text(printable(text)))
 
     def messages(self, warnings: Sequence[str], notes: Sequence[str]) -> None:
         for kind, texts in (("warning", warnings), ("note", notes)):
             for text in texts if not self._quiet else ():
-                print(f"{kind}: {text}", file=sys.stderr)
+                say(f"{kind}: {text}")
 
     def plan(self, document: Mapping[str, Any], title: str) -> None:
         """The stages of a set: a row for each, with a bar of its bytes by component."""
@@ -198,6 +198,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else quoted(str(value))
+
+
+def say(message: str) -> None:
+    """Print to stderr; what is no line end and cannot be printed is escaped."""
+    for line in message.split("\n"):
+        print(printable(line), file=sys.stderr)
 
 
 class Bars:

@@ -108,7 +108,16 @@ def quoted(name: str) -> str:
     """
     if len(name) > _QUOTED_LENGTH:
         name = f"{name[: _QUOTED_LENGTH - 20]}... ({len(name)} characters)"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    return printable(name)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )
 
 
 def listed(names: list[str], limit: int = 10) -> str:

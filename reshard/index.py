@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from reshard.errors import CheckpointError, ReshardError
-from reshard.source import Source, check_weight_path
+from reshard.source import Source, check_weight_path, read_json
 from reshard.strict_json import parse_object, pretty
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,8 +43,7 @@ def read_index(source: Source) -> WeightIndex | None:
     """The index at the top level of a source, or None where there is none."""
     if INDEX_NAME not in source.files():
         return None
-    raw = source.read(INDEX_NAME, 0, source.stamp(INDEX_NAME).size)
-    return parse_index(raw, INDEX_NAME)
+    return parse_index(read_json(source, INDEX_NAME, CheckpointError), INDEX_NAME)
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:

@@ -7,12 +7,12 @@ from threading import Event
 from typing import Any
 
 from reshard.checkpoint import Checkpoint
-from reshard.copy import default_jobs, hash_pieces, in_parallel, watched
+from reshard.copy import default_jobs, in_parallel, watched
 from reshard.errors import CheckpointError
 from reshard.names import component_key
 from reshard.progress import Progress, Silent
 from reshard.report import Problem
-from reshard.source import Range
+from reshard.source import Range, sha256_of
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def check_hashes(
 
     def matches(file: str, stop: Event) -> Problem | None:
         whole = Range(file, 0, source.stamp(file).size)
-        sha256 = hash_pieces(watched(source.read_many([whole]), stop, progress))
+        sha256 = sha256_of(watched(source.read_many([whole]), stop, progress))
         progress.finish_file(file, "checked")
         if sha256 == known[file]:
             return None

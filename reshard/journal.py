@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, BinaryIO
 
 from reshard.errors import OutputError, quoted, storage_errors
 from reshard.source import FileStamp
@@ -25,11 +27,12 @@ class FinishedFile:
 class Journal:
     """The first line says what was begun, every other one that a file is finished.
 
-    `finished` maps paths of the output to what is known of them.
+    `finished` maps paths of the output to what is known of them; `continued`: there was a journal.
     """
 
-    def __init__(self, path: Path, finished: dict[str, FinishedFile]) -> None:
+    def __init__(self, path: Path, finished: dict[str, FinishedFile], *, continued: bool) -> None:
         self.finished = finished
+        self.continued = continued
         self._path = path
         self._lock = Lock()
 
@@ -39,12 +42,10 @@ class Journal:
 
         Raises `OutputError` where it was begun as another run.
         """
-        with storage_errors(path):
-            plain = path.exists() and not path.is_symlink()
-            content = path.read_bytes() if plain else b""
-        head, finished, intact = _parse(content)
+        with storage_errors(path), open_own(path) as file:
+            head, finished, intact = _parse(file.read())
         if head is None:
-            journal = cls(path, {})
+            journal = cls(path, {}, continued=False)
             journal.remove()
             journal._append(begun_as)
             return journal
@@ -56,9 +57,9 @@ class Journal:
                     hint="finish it as it was begun, or choose another output directory "
                     "(or remove this one)",
                 )
-        with storage_errors(path):
-            os.truncate(path, intact)
-        return cls(path, finished)
+        with storage_errors(path), open_own(path) as file:
+            file.truncate(intact)
+        return cls(path, finished, continued=True)
 
     def record(self, path: str, finished: FinishedFile) -> None:
         """Write down, durably, that the file `path` of the output is finished."""
@@ -73,11 +74,32 @@ class Journal:
             self._path.unlink(missing_ok=True)
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with storage_errors(self._path), open(os.open(self._path, flags, 0o666), "ab") as file:
+        with storage_errors(self._path), open_own(self._path) as file:
+            file.seek(0, os.SEEK_END)
             file.write(json.dumps(line).encode("utf-8") + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file of this tool for reading and writing, creating it.
+
+    Raises `OutputError` for a link, a hard link or anything that is no plain file: it could be
+    somebody else's.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+            return os.fdopen(descriptor, "r+b")
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise OutputError(
+        f"{quoted(str(path))} is not a plain file of its own", hint="remove it, then try again"
+    )
 
 
 def _parse(content: bytes) -> tuple[dict[str, Any] | None, dict[str, FinishedFile], int]:
@@ -96,7 +118,7 @@ def _parse(content: bytes) -> tuple[dict[str, Any] | None, dict[str, FinishedFil
             else:
                 stamp = FileStamp(*entry["stamp"])
                 finished[entry["file"]] = FinishedFile(entry["sha256"], stamp)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             break
         if not line.endswith(b"\n"):
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def node_commands(manifest: Manifest, out: Path, nodes: int | None = None) -> li
     """
     shares = share_stages(manifest.pp_size, nodes)
     name = manifest.source.directory or (manifest.source.repo or "").rpartition("/")[2]
-    model_path = f"/models/{name}"
+    model_path = "/models/" + re.sub(r"[^\w.-]", "_", name)
     commands = []
     for node, stages in enumerate(shares):
         if not set(stages) <= set(manifest.present):

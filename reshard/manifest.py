@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
+from reshard.config import MAX_LAYERS
 from reshard.errors import BundleError, quoted
 from reshard.names import Component
+from reshard.placement import ENGINES
 from reshard.source import STAGE_DIRECTORY, is_plain_name
 from reshard.strict_json import decode, digest, parse_object, pretty
 
 MANIFEST_NAME = "reshard.json"
 FORMAT_VERSION = 1
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(
     r"model-(?:layer-(?P<layer>[0-9]{5})|(?P<kind>visual|embed|head|mtp))"
     r"(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
@@ -231,14 +235,20 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
             raise BundleError(f"{what}: {message}", hint="fetch or split the set again")
 
     stages = manifest.stages
+    check(manifest.engine.name in ENGINES, "the engine is not one that this reshard knows")
+    hashes = [side.sha256 for side in manifest.side_files]
+    hashes += [f.header_sha256 for stage in stages for f in stage.files]
+    hashes += [f.sha256 for stage in stages for f in stage.files if f.sha256 is not None]
+    check(all(map(_SHA256.fullmatch, hashes)), "a checksum is no sha256")
     check(bool(stages), "there are no stages")
     check([s.stage for s in stages] == list(range(len(stages))), "stages are not numbered in order")
     present = manifest.present
     check(present == tuple(sorted(set(present))), "present stages are not in order")
     check(bool(present) and present[-1] < len(stages), "present names no stage of the set")
     counts = tuple(stage.end_layer - stage.start_layer for stage in stages)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
+    starts = [0, *accumulate(counts)][:-1]
     fits = [stage.start_layer for stage in stages] == starts and min(counts) >= 1
+    fits = fits and sum(counts) <= MAX_LAYERS
     fits = fits and counts == manifest.partition.layers
     check(fits, "the layer ranges of the stages do not fit together")
     check(sum(counts) == manifest.model.num_hidden_layers, "the stages do not own every layer")
@@ -266,8 +276,11 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
         )
     for exclusion in manifest.excluded:
         check(exclusion.kind in ("component", "tensor"), "exclusions are components or tensors")
+    names = [side.name for side in manifest.side_files]
+    check(len(set(names)) == len(names), "a side file is named twice")
     for side in manifest.side_files:
         ok = is_plain_name(side.name) and side.name != MANIFEST_NAME
         ok = ok and STAGE_DIRECTORY.fullmatch(side.name) is None
-        ok = ok and not side.name.endswith((".safetensors", ".index.json"))
+        ok = ok and not side.name.lower().endswith((".safetensors", ".index.json"))
+        ok = ok and not side.name.startswith(".reshard")
         check(ok, f"{quoted(repr(side.name))} is not an acceptable side file name")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet
-from reshard.copy import default_jobs, run_tasks
-from reshard.errors import storage_errors
+from reshard.copy import bundle_task, default_jobs, run_tasks
+from reshard.errors import OutputError, quoted, storage_errors
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.index import INDEX_NAME, encode_index
+from reshard.manifest import MANIFEST_NAME
 from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.progress import Progress, Silent
-from reshard.pull import link_tasks
 from reshard.source import LocalSource
 
 
@@ -34,14 +34,19 @@ def merge(
     check_apart(root, bundle.source.root)
     bundle.require_all_stages("a merge")
     records = bundle.manifest.files()
-    tasks = link_tasks(bundle, set(records))
     if not (root / PARTIAL_NAME).exists() and _is_merged(root, bundle):
         return Outcome(root, bundle.manifest)
     check_usable(root)
     begun_as = {"command": "merge", "set": bundle.manifest.set_id}
     with OutputDirectory.hold(root, begun_as) as output:
+        if (root / MANIFEST_NAME).exists():
+            raise OutputError(
+                f"{quoted(str(root))} is a set of bundles", hint="choose a new directory"
+            )
+        if not _is_merged(root, bundle):
+            output.require_fresh()
         done = run_tasks(
-            tasks,
+            [bundle_task(bundle, name, name) for name in records],
             source=bundle.source,
             output=output,
             jobs=jobs or default_jobs(),

@@ -113,7 +113,7 @@ def natural_key(name: str) -> tuple[object, ...]:
     for i in range(1, len(parts), 2):
         digits = parts[i].lstrip("0")
         key[i] = (len(digits), digits)
-    return (key, name.encode("utf-8"))
+    return (key, name.encode("utf-8", "surrogatepass"))
 
 
 def component_key(component: Component) -> str:

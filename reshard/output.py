@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.bundle import PARTIAL_NAME
 from reshard.errors import OutputError, UsageError, quoted, storage_errors
-from reshard.journal import FinishedFile, Journal
+from reshard.journal import FinishedFile, Journal, open_own
 from reshard.manifest import MANIFEST_NAME
 from reshard.source import STAGE_DIRECTORY, FileStamp
 
@@ -32,7 +32,7 @@ _DIRECTORY_MAY_HOLD = {"lost+found"}
 def check_apart(out: Path, source: Path) -> None:
     """Raise `OutputError` where `out` is `source`, lies inside it or around it, links resolved."""
     with storage_errors(out):
-        out, source = out.resolve(), source.resolve()
+        out, source = Path(os.path.realpath(out)), Path(os.path.realpath(source))
         for path, other, how in (
             (out, source, "is inside the source"),
             (source, out, "contains the source"),
@@ -57,16 +57,24 @@ def check_usable(out: Path) -> None:
             raise UsageError(f"{quoted(str(out))} is a file, not a directory")
         names = {entry.name for entry in os.scandir(out)}
     if names - _DIRECTORY_MAY_HOLD and not names & {MANIFEST_NAME, PARTIAL_NAME}:
-        hint = "choose a new directory"
-        stages = sorted(filter(STAGE_DIRECTORY.fullmatch, names))
-        if stages:
-            stage, number = shlex.quote(str(out / stages[0])), int(stages[0].split("-")[1])
-            pull = f"reshard pull {stage} NEW --stage {number}"
-            hint += f"; or collect its stages, one by one and by links: {pull}"
+        raise _not_ours(out, names)
+    if STAGE_DIRECTORY.fullmatch(out.name) and (out.parent / MANIFEST_NAME).exists():
         raise UsageError(
-            f"{quoted(str(out))} is not empty, and not an output of reshard: it has no {MANIFEST_NAME}",
-            hint=hint,
+            f"{quoted(str(out))} is a stage of the set above it", hint="choose a new directory"
         )
+
+
+def _not_ours(out: Path, names: set[str]) -> UsageError:
+    hint = "choose a new directory"
+    stages = sorted(filter(STAGE_DIRECTORY.fullmatch, names))
+    if stages:
+        stage, number = shlex.quote(str(out / stages[0])), int(stages[0].split("-")[1])
+        pull = f"reshard pull {stage} NEW --stage {number}"
+        hint += f"; or collect its stages, one by one and by links: {pull}"
+    return UsageError(
+        f"{quoted(str(out))} is not empty, and not an output of reshard: it has no {MANIFEST_NAME}",
+        hint=hint,
+    )
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -100,13 +108,23 @@ class OutputDirectory:
         """
         with locked(root):
             output = cls(root, Journal.open(root / PARTIAL_NAME / "journal", begun_as))
-            output._remove_temporaries()
+            remove_temporaries(root)
             try:
                 yield output
             except BaseException:
                 output._leave(done=False)
                 raise
             output._leave(done=True)
+
+    def require_fresh(self) -> None:
+        """Raise `UsageError` unless this run continues another, or found the directory empty.
+
+        What was seen before the lock was held may have changed since.
+        """
+        if not self._journal.continued:
+            names = set(os.listdir(self.root)) - _DIRECTORY_MAY_HOLD - {PARTIAL_NAME}
+            if names:
+                raise _not_ours(self.root, names)
 
     def reusable(self, path: str, size: int, *, checksum: bool) -> FinishedFile | None:
         """The journal's word on a file that was finished and that nobody touched since."""
@@ -150,6 +168,19 @@ class OutputDirectory:
         """Write a small file."""
         replace_file(self.root / path, content)
 
+    def require_in_place(self, directory: str, sizes: Mapping[str, int]) -> None:
+        """Raise `OutputError` unless these files are in a directory: the last look at them."""
+        path = self.root / directory
+        with storage_errors(path):
+            _refuse_link(path)
+            for name, size in sizes.items():
+                file = path / name
+                if not (file.is_file() and not file.is_symlink() and file.stat().st_size == size):
+                    raise OutputError(
+                        f"{quoted(str(file))} was removed or changed by somebody else",
+                        hint="run the same command again",
+                    )
+
     def sync_directory(self, directory: str) -> None:
         """Make the names in a directory durable."""
         path = self.root / directory
@@ -168,18 +199,19 @@ class OutputDirectory:
                 with suppress(OSError):  # it holds something by now
                     directory.rmdir()
 
-    def _remove_temporaries(self) -> None:
-        """What a killed run was writing."""
-        with storage_errors(self.root):
-            directories = [self.root]
-            directories += [
-                path
-                for path in self.root.iterdir()
-                if STAGE_DIRECTORY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-            ]
-            for directory in directories:
-                for path in directory.glob(f"{TEMPORARY}*"):
-                    path.unlink()
+
+def remove_temporaries(root: Path) -> None:
+    """Remove what a killed run was writing; only for the holder of the lock."""
+    with storage_errors(root):
+        directories = [root]
+        directories += [
+            path
+            for path in root.iterdir()
+            if STAGE_DIRECTORY.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        ]
+        for directory in directories:
+            for path in directory.glob(f"{TEMPORARY}*"):
+                path.unlink()
 
 
 @contextmanager
@@ -215,22 +247,26 @@ def locked(root: Path) -> Iterator[None]:
     made = not root.exists()
     with storage_errors(root):
         while True:
-            partial.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError, FileNotFoundError):  # another run is just leaving
+                partial.mkdir(parents=True, exist_ok=True)
             _refuse_link(partial)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(path, flags, 0o666)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = open_own(path)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
-                os.close(descriptor)
+                holder = file.read(200).decode("utf-8", "replace").strip()
+                file.close()
                 raise _not_locked(root, error, holder) from None
             # A run that ends removes the file: the lock must be on the one that is there now.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 break
-            os.close(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+            file.close()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+        file.flush()
     try:
         yield
     finally:
@@ -239,7 +275,7 @@ def locked(root: Path) -> Iterator[None]:
             partial.rmdir()  # stays while it holds a journal
             if made:
                 root.rmdir()  # stays once it holds anything
-        os.close(descriptor)
+        file.close()
 
 
 def _not_locked(root: Path, error: OSError, holder: str) -> OutputError:

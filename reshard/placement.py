@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from reshard.config import ModelConfig
-from reshard.errors import PlanError, UsageError
+from reshard.errors import PlanError, UsageError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def place(
     """
     engine = ENGINES.get(engine_name)
     if engine is None:
-        raise UsageError(f"--engine {engine_name}: known engines are {', '.join(ENGINES)}")
+        raise UsageError(f"--engine {quoted(engine_name)}: known engines are {', '.join(ENGINES)}")
     for kind in replicate:
         if kind not in REPLICABLE:
-            raise UsageError(f"--replicate {kind}: can be {', '.join(REPLICABLE)}")
+            raise UsageError(f"--replicate {quoted(kind)}: can be {', '.join(REPLICABLE)}")
         if kind not in kinds:
             raise UsageError(f"--replicate {kind}: the checkpoint has none, or it is excluded")
     vl_moe = config.model_type.startswith("qwen3_vl_moe")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from reshard.canonical import FilePlan, plan_files
 from reshard.checkpoint import Checkpoint
-from reshard.errors import PlanError, UsageError
+from reshard.errors import PlanError, UsageError, quoted
 from reshard.layout import NONE
 from reshard.manifest import Exclusion, FileRecord, ModelFacts, StageRecord
 from reshard.names import KINDS, Component
@@ -18,6 +18,8 @@ from reshard.partition import (
     explicit_partition,
 )
 from reshard.placement import EXCLUDABLE, Engine, Placement, minimum_first_layers, place
+
+_BALANCE_STEPS = 10**6  # below a second; every real model has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +109,16 @@ def build_plan(
             "the checkpoint is incomplete: " + "; ".join(checkpoint.gaps),
             hint="download it again; reshard inspect shows what is there",
         )
+    default = even_partition(engine, config.num_hidden_layers, pp_size)
     for kind in exclude:
         if kind not in EXCLUDABLE:
-            raise UsageError(f"--exclude {kind}: can be {', '.join(EXCLUDABLE)}")
+            raise UsageError(f"--exclude {quoted(kind)}: can be {', '.join(EXCLUDABLE)}")
     kept = {c: t for c, t in checkpoint.components.items() if c.kind not in exclude}
     files = {component: plan_files(component, tensors) for component, tensors in kept.items()}
     placement = place(config, {c.kind for c in kept}, engine, pp_size, replicate)
     first_minimum = minimum_first_layers(config, pp_size)
     if layers is not None and balance:
         raise UsageError("--layers and --balance exclude each other")
-    default = even_partition(engine, config.num_hidden_layers, pp_size)
     partition = default
     if layers is not None:
         partition = explicit_partition(layers, config.num_hidden_layers, pp_size)
@@ -169,12 +171,14 @@ def _balance_note(
 ) -> tuple[str, ...]:
     """What `--balance` would gain, where that is worth a word."""
     layers = sum(len(stage.layers) for stage in stages)
+    if len(stages) * layers**2 > _BALANCE_STEPS:
+        return ()
     balanced = _balance(files, placement, layers, len(stages), first_minimum)
     others = [
         _stage(number, balanced.layers(number), placement, files) for number in range(len(stages))
     ]
     now, then = (max(stage.tensor_bytes for stage in s) for s in (stages, others))
-    if then > 0.97 * now:
+    if then >= 0.97 * now:
         return ()
     counts = ",".join(map(str, balanced.counts))
     return (

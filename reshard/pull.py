@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet
-from reshard.copy import FileTask, default_jobs, run_tasks
+from reshard.copy import bundle_task, default_jobs, run_tasks
 from reshard.errors import BundleError, OutputError, quoted
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.manifest import MANIFEST_NAME, Manifest
@@ -44,33 +44,27 @@ def pull(
             hint="split these stages first: reshard split ... --stage K",
         )
     there = _pulled_set(root, bundle.manifest)
-    claimed = tuple(sorted({*stages, *(there.manifest.present if there else ())}))
-    needed = {
-        file.name
-        for stage in claimed
-        for file in bundle.manifest.stages[stage].files
-        if there is None or not there.in_place("", {file.name: file.bytes})
-    }
     untouched = not (root / PARTIAL_NAME).exists()
-    if (
-        there
-        and claimed == there.manifest.present
-        and not needed
-        and there.complete("")
-        and untouched
-    ):
+    held = set(there.manifest.present) if there else set()
+    whole = untouched and set(stages) <= held and not _missing(there, stages, bundle)
+    if there and whole and there.complete(""):
         return Outcome(root, there.manifest)
-    lacking = sorted(needed - bundle.manifest.files().keys())
-    if lacking:
-        raise BundleError(
-            f"{quoted(str(root))} lacks {lacking[0]} of a stage that it holds, and "
-            f"{quoted(str(bundle.source.root))} does not have it either",
-            hint="pull that stage again from a set that has it, or use another directory",
-        )
     begun_as = {"command": "pull", "set": bundle.manifest.set_id}
     with OutputDirectory.hold(root, begun_as) as output:
+        there = _pulled_set(root, bundle.manifest)  # as it is now that nobody else writes it
+        if there is None:
+            output.require_fresh()
+        claimed = tuple(sorted({*stages, *(there.manifest.present if there else ())}))
+        missing = _missing(there, stages, bundle)
+        lacking = sorted(missing - bundle.manifest.files().keys())
+        if lacking:
+            raise BundleError(
+                f"{quoted(str(root))} lacks {lacking[0]} of a stage that it holds, and "
+                f"{quoted(str(bundle.source.root))} does not have it either",
+                hint="pull that stage again from a set that has it, or use another directory",
+            )
         done = run_tasks(
-            link_tasks(bundle, needed),
+            [bundle_task(bundle, name, name) for name in sorted(missing)],
             source=bundle.source,
             output=output,
             jobs=jobs or default_jobs(),
@@ -87,17 +81,20 @@ def pull(
     return Outcome.of(root, seen, done)
 
 
-def link_tasks(bundle: BundleSet, names: set[str]) -> list[FileTask]:
-    """Bring files of a set, by name, into a flat directory; each is checked by size and header."""
-    tasks = []
-    records = bundle.manifest.files()
-    for name, path in bundle.locate().items():
-        if name in names:
-            bundle.header(path, records[name])
-            size, sha256 = records[name].bytes, records[name].sha256
-            existing = bundle.source.root / path
-            tasks.append(FileTask(name, size, same_as=existing, sha256=sha256))
-    return tasks
+def _missing(there: BundleSet | None, stages: Sequence[int], bundle: BundleSet) -> set[str]:
+    """The files that have to come: of the stages asked for, and of those that `there` claims.
+
+    Only files that `there` claims can be in place already; others of their names mean nothing.
+    """
+    claimed = there.manifest.files() if there else {}
+    names = {file.name for stage in stages for file in bundle.manifest.stages[stage].files}
+    return {
+        name
+        for name in names | claimed.keys()
+        if there is None
+        or name not in claimed
+        or not there.in_place("", {name: claimed[name].bytes})
+    }
 
 
 def _pulled_set(root: Path, manifest: Manifest) -> BundleSet | None:

@@ -23,7 +23,7 @@ from reshard.header import DTYPE_BITS, SafetensorsHeader, TensorInfo
 from reshard.index import INDEX_NAME, WeightIndex, read_index
 from reshard.layout import ExpertForms
 from reshard.names import component_of, natural_key
-from reshard.source import Source, read_header
+from reshard.source import Source, is_plain_name, read_header
 
 _SHARD_OF = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
@@ -71,6 +71,13 @@ def read_shards(
     # A directory of that name is no weight file either; reading it will say so.
     entries = source.files() if index else (*source.files(), *source.directories())
     weights = sorted((f for f in entries if f.endswith(".safetensors")), key=natural_key)
+    for file in entries:
+        odd = file.lower().endswith(".safetensors") and not file.endswith(".safetensors")
+        if odd or (file in weights and not is_plain_name(file)):
+            raise CheckpointError(
+                f"{quoted(file)}: a weight file of this name would be overlooked or could not be named",
+                hint="rename it, with the ending .safetensors, or move it away",
+            )
     indexed = set(index.weight_map.values()) if index else set()
     for file in (*include_files, *ignore_files):
         if file not in weights or file in indexed:

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from reshard.errors import (
@@ -24,6 +25,9 @@ from reshard.header import PROBE, SafetensorsHeader, header_size, parse_header
 
 CHUNK = 1 << 20
 """Bytes moved at a time: measured best, and all the memory that a copy needs."""
+
+MAX_JSON = 500_000_000
+"""The largest config, index or manifest that is read; the largest known index has 30 MB."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
@@ -92,15 +96,17 @@ class LocalSource:
     and any later one raises `SourceChangedError`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, stamps: Mapping[str, FileStamp] = MappingProxyType({})) -> None:
+        """`stamps`: files that were seen before, and must still be as they were."""
         self.root = root
         with storage_errors(root):
             if not root.is_dir():
                 raise missing_directory(root, CheckpointError)
             entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-            self._directories = tuple(entry.name for entry in entries if entry.is_dir())
-        self._files = tuple(e.name for e in entries if e.name not in set(self._directories))
-        self._stamps: dict[str, FileStamp] = {}
+            kinds = {entry.name: entry.is_dir() for entry in entries}
+        self._directories = tuple(name for name, is_directory in kinds.items() if is_directory)
+        self._files = tuple(name for name, is_directory in kinds.items() if not is_directory)
+        self._stamps = dict(stamps)
 
     @property
     def origin(self) -> Mapping[str, str]:
@@ -203,7 +209,8 @@ def missing_directory(
     """The error for a path that should be a directory."""
     what = quoted(str(path))
     if path.exists():
-        return error(f"{what} is not a directory", hint=f"give the directory: {path.parent}")
+        hint = f"give the directory: {quoted(str(path.parent))}"
+        return error(f"{what} is not a directory", hint=hint)
     return error(f"{what}: no such directory", hint=hint)
 
 
@@ -214,6 +221,22 @@ def read_header(source: Source, file: str) -> SafetensorsHeader:
     length = header_size(file, start, size)
     raw = start[:length] + source.read(file, len(start), max(length, len(start)))
     return parse_header(file, raw, size)
+
+
+def read_json(source: Source, file: str, error: type[ReshardError]) -> bytes:
+    """The content of a JSON file. Raises `error` for one of more than `MAX_JSON` bytes."""
+    size = source.stamp(file).size
+    if size > MAX_JSON:
+        raise error(f"{quoted(file)}: {size:,} bytes, more than the {MAX_JSON:,} that are read")
+    return source.read(file, 0, size)
+
+
+def sha256_of(pieces: Iterable[memoryview]) -> str:
+    """sha256 of the pieces, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def sample(source: Source, header: SafetensorsHeader) -> str:
@@ -229,10 +252,7 @@ def sample(source: Source, header: SafetensorsHeader) -> str:
         starts = [i * last // (_SAMPLES - 1) for i in range(_SAMPLES)]
         pieces = [(start, start + _SAMPLE_BYTES) for start in starts]
     ranges = [Range(header.file, header.length + a, header.length + b) for a, b in pieces]
-    digest = hashlib.sha256()
-    for piece in source.read_many(ranges):
-        digest.update(piece)
-    return digest.hexdigest()
+    return sha256_of(source.read_many(ranges))
 
 
 def check_weight_path(path: str, error: type[ReshardError], where: str, *, in_set: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.bundle import PARTIAL_NAME, BundleSet, stage_directory
 from reshard.canonical import FilePlan
-from reshard.copy import FileTask, default_jobs, hash_pieces, run_tasks
+from reshard.copy import FileTask, bundle_task, default_jobs, run_tasks
 from reshard.errors import OutputError, quoted
 from reshard.finish import Outcome, finish_directory, side_bytes
 from reshard.manifest import (
@@ -25,7 +25,7 @@ from reshard.manifest import (
 from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.plan import ReshardPlan
 from reshard.progress import Progress, Silent
-from reshard.source import LocalSource, Range, Source
+from reshard.source import LocalSource, Range, Source, sha256_of
 from reshard.version import __version__
 
 
@@ -54,15 +54,16 @@ def split(
         check_apart(root, source.root)
     check_usable(root)
     manifest = plan_manifest(plan)
-    current = _finished_set(root, manifest)
-    intact = current.intact_stages() if current else ()
     asked = set(range(plan.pp_size) if stages is None else stages)
-    claimed = asked | set(current.manifest.present if current else ())
-    wanted = sorted(claimed - set(intact))
-    untouched = not (root / PARTIAL_NAME).exists()
-    if current and not wanted and current.complete("") and untouched:
+    current = _finished_set(root, manifest)
+    if current and not (root / PARTIAL_NAME).exists() and _is_complete(current, asked):
         return Outcome(root, current.manifest)
     with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
+        current = _finished_set(root, manifest)  # as it is now that nobody else writes it
+        if current is None:
+            output.require_fresh()
+        claimed = asked | set(current.manifest.present if current else ())
+        wanted = sorted(claimed - set(current.intact_stages() if current else ()))
         for stage in wanted:
             output.make_directory(stage_directory(stage, plan.pp_size))
         run = partial(
@@ -86,6 +87,9 @@ def split(
             seen = manifest.seen_from((stage,), sha256, root=False)
             finish_directory(output, directory, source, seen, *_index(plan, paths))
         present = tuple(sorted(claimed))
+        for stage in present:
+            sizes = {file.name: file.size for file in plan.stages[stage].files}
+            output.require_in_place(stage_directory(stage, plan.pp_size), sizes)
         seen = manifest.seen_from(present, sha256, root=True)
         finish_directory(output, "", source, seen, *_index(plan, _root_paths(plan, present)))
     return Outcome.of(root, seen, done)
@@ -150,6 +154,12 @@ def _finished_set(root: Path, manifest: Manifest) -> BundleSet | None:
     return bundle
 
 
+def _is_complete(current: BundleSet, asked: set[int]) -> bool:
+    """Whether all that was asked for, and all that the set claims, is there in its size."""
+    present = set(current.manifest.present)
+    return asked <= present == set(current.intact_stages()) and current.complete("")
+
+
 def _begun_as(plan: ReshardPlan, manifest: Manifest) -> dict[str, Any]:
     """What a run must share with the one whose work it continues."""
     source = plan.checkpoint.source
@@ -199,8 +209,7 @@ def _new_task(plan: ReshardPlan, path: str, file: FilePlan) -> FileTask:
     if bundle is not None:
         record = bundle.manifest.files().get(file.name)
         if record is not None and record.header_sha256 == file.header_sha256:
-            there = bundle.source.root / bundle.locate()[file.name]
-            return FileTask(path, file.size, same_as=there, sha256=record.sha256)
+            return bundle_task(bundle, file.name, path)
     return FileTask(path, file.size, tensors=file.tensors)
 
 
@@ -222,4 +231,4 @@ def _index(plan: ReshardPlan, paths: dict[str, str]) -> tuple[dict[str, str], in
 
 def _side_file(source: Source, name: str) -> SideFile:
     size = source.stamp(name).size
-    return SideFile(name, size, hash_pieces(source.read_many([Range(name, 0, size)])))
+    return SideFile(name, size, sha256_of(source.read_many([Range(name, 0, size)])))

@@ -106,6 +106,6 @@ def decode(kind: Any, value: Any, where: str, error: type[ReshardError]) -> Any:
         return tuple(decode(arguments[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return {k: decode(arguments[1], v, f"{where}.{quoted(k)}", error) for k, v in value.items()}
-    if kind in (int, str, bool) and type(value) is kind and (kind is not int or value >= 0):
+    if kind in (int, str, bool) and type(value) is kind and (kind is not int or 0 <= value < 2**63):
         return value
     raise error(f"{where}: {quoted(repr(value))} is not what belongs here")

@@ -11,17 +11,17 @@ from threading import Event
 from reshard.bundle import BundleSet, stage_directory
 from reshard.checkpoint import Checkpoint, open_checkpoint, read_config
 from reshard.compare import check_source
-from reshard.copy import default_jobs, hash_pieces, in_parallel, watched
+from reshard.copy import default_jobs, in_parallel, watched
 from reshard.errors import CheckpointError, PlanError, ReshardError, quoted, storage_errors
 from reshard.header import SafetensorsHeader
 from reshard.index import INDEX_NAME, parse_index
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest, SideFile
 from reshard.names import component_of
-from reshard.output import TEMPORARY, locked, replace_file
+from reshard.output import TEMPORARY, locked, remove_temporaries, replace_file
 from reshard.placement import minimum_first_layers, place
 from reshard.progress import Progress, Silent
 from reshard.report import Problem, Report, WeightFile
-from reshard.source import STAGE_DIRECTORY, LocalSource, Range
+from reshard.source import STAGE_DIRECTORY, LocalSource, Range, sha256_of
 
 
 def verify(
@@ -47,6 +47,7 @@ def verify(
     original = open_checkpoint(source) if isinstance(source, (str, Path)) else source
     with locked(root) if write_checksums else nullcontext():
         if write_checksums:
+            remove_temporaries(root)
             bundle = BundleSet.open(root)  # as it is now that nobody else writes it
         return _verify(
             bundle,
@@ -127,6 +128,8 @@ def _check_directory(
 ) -> Iterator[Problem]:
     """Index, side files, manifest, and what does not belong: of the set or of one stage in it."""
     prefix = f"{directory}/" if directory else ""
+    if directory and (bundle.source.root / directory).is_symlink():
+        yield Problem(directory, "is a link; reshard makes directories")
     here = LocalSource(bundle.source.root / directory)
     manifest = bundle.manifest
     stages = [s for s in manifest.present if directory in ("", bundle.directory_of(s))]
@@ -145,7 +148,7 @@ def _check_directory(
         if name.endswith(".safetensors") and name not in paths.values():
             yield Problem(prefix + name, "is not part of the set, but engines may load it")
         if name.startswith(TEMPORARY):
-            yield Problem(prefix + name, "was left by a run that was killed; it can be removed")
+            yield Problem(prefix + name, "is being written, or was left by a run that was killed")
     for name in here.directories() if not directory else ():
         if STAGE_DIRECTORY.fullmatch(name) and name not in _directories(bundle):
             yield Problem(name, "is not part of the set: an unfinished run, or another partition")
@@ -176,7 +179,7 @@ def _check_side_file(here: LocalSource, prefix: str, side: SideFile) -> Iterator
         size = here.stamp(side.name).size
         if size != side.bytes:
             yield Problem(prefix + side.name, f"has {size:,} bytes, not {side.bytes:,}")
-        elif hash_pieces(here.read_many([Range(side.name, 0, size)])) != side.sha256:
+        elif sha256_of(here.read_many([Range(side.name, 0, size)])) != side.sha256:
             yield Problem(prefix + side.name, "was changed: its sha256 is not the manifest's")
     except ReshardError as error:
         yield Problem.of(prefix + side.name, error)
@@ -256,14 +259,14 @@ def _check_hashes(
         twins.setdefault((status.st_dev, status.st_ino), []).append(path)
     progress.start("verify", sum(records[same[0]].bytes for same in twins.values()))
 
-    def sha256_of(same: list[str], stop: Event) -> tuple[list[str], str]:
+    def hash_twins(same: list[str], stop: Event) -> tuple[list[str], str]:
         whole = Range(same[0], 0, records[same[0]].bytes)
-        sha256 = hash_pieces(watched(source.read_many([whole]), stop, progress))
+        sha256 = sha256_of(watched(source.read_many([whole]), stop, progress))
         progress.finish_file(same[0], "checked")
         return same, sha256
 
     found: dict[str, str] = {}
-    for same, sha256 in in_parallel(sha256_of, twins.values(), jobs):
+    for same, sha256 in in_parallel(hash_twins, twins.values(), jobs):
         for path in same:
             expected = records[path].sha256 or found.get(records[path].name, sha256)
             if sha256 != expected:

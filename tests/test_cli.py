@@ -134,13 +134,13 @@ def test_split_ends_with_the_launch_lines(tmp_path: Path, cli: Cli) -> None:
     lines = cli("split", source, out, "--pp-size", 2, "--nodes", 2).out.splitlines()
     launch = (
         "SGLANG_PP_LAYER_PARTITION=4,4 python -m sglang.launch_server "
-        "--model-path '/models/my model' --pp-size 2 --nnodes 2 --node-rank {} "
+        "--model-path /models/my_model --pp-size 2 --nnodes 2 --node-rank {} "
         "--dist-init-addr HEAD:20000"
     )
     assert lines[-4:] == [
-        f"  node 0: reshard pull {out} '/models/my model' --stage 0",
+        f"  node 0: reshard pull {out} /models/my_model --stage 0",
         "          " + launch.format(0),
-        f"  node 1: reshard pull {out} '/models/my model' --stage 1",
+        f"  node 1: reshard pull {out} /models/my_model --stage 1",
         "          " + launch.format(1),
     ]
     other = tmp_path / "other"
@@ -149,7 +149,7 @@ def test_split_ends_with_the_launch_lines(tmp_path: Path, cli: Cli) -> None:
     assert [node["stages"] for node in nodes] == [[0, 1], [2, 3]]
     assert nodes[1]["pull"].endswith("--stage 2-3")
     assert nodes[1]["launch"] == (
-        "VLLM_PP_LAYER_PARTITION=2,2,2,2 vllm serve '/models/my model' --pipeline-parallel-size 4 "
+        "VLLM_PP_LAYER_PARTITION=2,2,2,2 vllm serve /models/my_model --pipeline-parallel-size 4 "
         "--nnodes 2 --node-rank 1 --master-addr HEAD --headless"
     )
     part = tmp_path / "part"

@@ -104,10 +104,10 @@ def test_source_is_never_written_to(tmp_path: Path, cli: Cli) -> None:
 def test_links_planted_in_the_output_lead_nowhere(tmp_path: Path, cli: Cli, place: str) -> None:
     source = build(tmp_path / "source")
     out = tmp_path / "out"
-    (out / ".reshard-partial").mkdir(parents=True)
+    cli("split", source, out, "--pp-size", 2)
     (tmp_path / "elsewhere").mkdir()
-    if place == ".reshard-partial":
-        (out / place).rmdir()
+    if place != ".reshard-partial":
+        shutil.rmtree(out / place)
     (out / place).symlink_to(tmp_path / "elsewhere")
     result = cli("split", source, out, "--pp-size", 2)
     assert result.code == 1
@@ -115,19 +115,124 @@ def test_links_planted_in_the_output_lead_nowhere(tmp_path: Path, cli: Cli, plac
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_link_under_a_final_name_is_replaced_not_followed(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("name", ["journal", "lock"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "directory", "device"])
+def test_what_is_planted_as_journal_or_lock_is_left_alone(
+    tmp_path: Path, cli: Cli, name: str, kind: str
+) -> None:
     source = build(tmp_path / "source")
     out = tmp_path / "out"
     (out / ".reshard-partial").mkdir(parents=True)
+    victim = min(source.glob("*.safetensors"))
+    before = victim.read_bytes()
+    place = out / ".reshard-partial" / name
+    if kind == "link":
+        place.symlink_to(victim)
+    elif kind == "hard link":
+        place.hardlink_to(victim)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        place.symlink_to("/dev/zero")
+    result = cli("split", source, out, "--pp-size", 2)
+    assert result.code == 1
+    assert f"{name} is not a plain file of its own" in result.err
+    assert victim.read_bytes() == before
+
+
+def test_link_under_a_final_name_is_replaced_not_followed(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 2)
     victim = tmp_path / "victim"
     victim.write_text("untouched")
-    (out / "stage-00-of-02").mkdir()
-    for name in ("config.json", "reshard.json.x", "stage-00-of-02/model-embed.safetensors"):
+    for name in ("config.json", "stage-00-of-02/model-embed.safetensors"):
+        (out / name).unlink()
         (out / name).symlink_to(victim)
     assert cli("split", source, out, "--pp-size", 2).code == 0
     assert victim.read_text() == "untouched"
     assert not (out / "config.json").is_symlink()
     assert not (out / "stage-00-of-02/model-embed.safetensors").is_symlink()
+
+
+def test_checksums_are_not_written_through_a_linked_stage(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 2, "--no-checksum")
+    (out / "stage-00-of-02").rename(tmp_path / "elsewhere")
+    (out / "stage-00-of-02").symlink_to(tmp_path / "elsewhere")
+    before = tree(tmp_path / "elsewhere")
+    result = cli("verify", out, "--write-checksums")
+    assert (result.code, "stage-00-of-02: is a link" in result.out) == (1, True)
+    assert tree(tmp_path / "elsewhere") == before
+
+
+def test_killed_writing_of_checksums_is_continued(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    out = tmp_path / "out"
+    cli("split", source, out, "--pp-size", 2, "--no-checksum")
+    (out / "stage-00-of-02" / ".reshard-tmp-1-1").write_bytes(b"half")
+    assert cli("verify", out).code == 1
+    assert cli("verify", out, "--write-checksums").code == 0
+
+
+@pytest.mark.parametrize("change", ["replace", "truncate", "fifo"])
+def test_set_that_changes_while_it_is_linked(tmp_path: Path, change: str) -> None:
+    from reshard import build_plan, split
+    from reshard.errors import ReshardError
+
+    source = build(tmp_path / "source")
+    split(build_plan(open_checkpoint(source), 2), tmp_path / "set")
+    plan = build_plan(open_checkpoint(tmp_path / "set"), 4)
+    file = tmp_path / "set/stage-00-of-02/model-visual.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if change == "fifo":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content if change == "replace" else content[:-1])
+    with pytest.raises(ReshardError, match="changed|regular file|bytes, the manifest"):
+        split(plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_another_run_did_meanwhile_is_seen(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look at an output and its lock, another run may finish there."""
+    from reshard.output import OutputDirectory
+
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "set", "--pp-size", 2)
+    hold = OutputDirectory.hold
+
+    def run(first: list[object], meanwhile: list[object]) -> int:
+        def other_first(*arguments: object) -> object:
+            monkeypatch.setattr(OutputDirectory, "hold", hold)
+            assert cli(*meanwhile).code == 0
+            return hold(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(OutputDirectory, "hold", other_first)
+        return cli(*first).code
+
+    def split(out: str, pp_size: int, *options: object) -> list[object]:
+        return ["split", source, tmp_path / out, "--pp-size", pp_size, *options]
+
+    def pull(dest: str, stage: int) -> list[object]:
+        return ["pull", tmp_path / "set", tmp_path / dest, "--stage", stage]
+
+    merge: list[object] = ["merge", tmp_path / "set", tmp_path / "c"]
+    assert run(split("a", 2, "--stage", 0), split("a", 2, "--stage", 1)) == 0
+    assert tree(tmp_path / "a") == tree(tmp_path / "set")
+    assert run(pull("b", 0), pull("b", 1)) == 0
+    assert json.loads((tmp_path / "b/reshard.json").read_bytes())["present"] == [0, 1]
+    assert run(merge, pull("c", 0)) == 1
+    assert run(pull("d", 0), ["merge", tmp_path / "set", tmp_path / "d"]) == 2
+    assert run(split("e", 4), split("e", 2)) == 1
+    for out in ("a", "b", "c", "e"):
+        assert verify(tmp_path / out, source=source).ok
 
 
 @pytest.fixture

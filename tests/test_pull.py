@@ -88,11 +88,50 @@ def test_missing_side_file_is_noticed_first(tmp_path: Path, cli: Cli) -> None:
     source = build(tmp_path / "source")
     cli("split", source, tmp_path / "out", "--pp-size", 2)
     (tmp_path / "out/tokenizer.json").unlink()
+    edited = tmp_path / "out/merges.txt"
     for command in (["pull", "--stage", "0"], ["merge"]):
         refused = cli(*command, tmp_path / "out", tmp_path / "dest")
         assert refused.code == 1
-        assert "tokenizer.json is missing or has another size" in refused.err
+        assert "tokenizer.json is missing or was changed" in refused.err
     assert not (tmp_path / "dest").exists()
+    cli("split", source, tmp_path / "out", "--pp-size", 2)
+    edited.write_bytes(b"X" + edited.read_bytes()[1:])
+    for command in (["pull", "--stage", "0"], ["merge"]):
+        refused = cli(*command, tmp_path / "out", tmp_path / "dest")
+        assert (refused.code, "merges.txt is missing or was changed" in refused.err) == (1, True)
+    assert not (tmp_path / "dest").exists()
+
+
+def test_files_that_nobody_vouches_for_are_replaced(tmp_path: Path, cli: Cli) -> None:
+    """Of the right name and size, but of another checkpoint: another training step, say."""
+    source = build(tmp_path / "source")
+    other = build(tmp_path / "other", seed=1)
+    cli("split", source, tmp_path / "out", "--pp-size", 4)
+    cli("split", other, tmp_path / "out2", "--pp-size", 4)
+    cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", 0)
+    for file in (tmp_path / "out2/stage-01-of-04").glob("model-layer-*"):
+        (tmp_path / "dest" / file.name).write_bytes(file.read_bytes())
+    assert cli("pull", tmp_path / "out", tmp_path / "dest", "--stage", 1).code == 0
+    assert verify(tmp_path / "dest", source=source).ok
+    cli("pull", tmp_path / "out", tmp_path / "both", "--stage", "0-1")
+    assert tree(tmp_path / "dest") == tree(tmp_path / "both")
+
+
+def test_sets_do_not_mix_in_one_directory(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    cli("split", source, tmp_path / "a", "--pp-size", 2)
+    cli("split", source, tmp_path / "b", "--pp-size", 4)
+    cli("merge", tmp_path / "a", tmp_path / "merged")
+    cli("pull", tmp_path / "a", tmp_path / "pulled", "--stage", 0)
+    for command in (
+        ["merge", tmp_path / "a", tmp_path / "pulled"],
+        ["merge", tmp_path / "a", tmp_path / "b"],
+        ["pull", tmp_path / "a", tmp_path / "merged", "--stage", "0"],
+        ["pull", tmp_path / "a", tmp_path / "b/stage-01-of-04", "--stage", "0"],
+    ):
+        before = tree(tmp_path)
+        assert cli(*command).code in (1, 2)
+        assert tree(tmp_path) == before
 
 
 def test_pulling_more_repairs_what_is_there(tmp_path: Path, cli: Cli) -> None:
