@@ -444,9 +444,10 @@ def main() -> None:
         if os.environ.get("RESHARD_DEBUG") == "1":
             raise
         _fail(error.message, error.hint, error.exit_code)
-    except OSError as error:  # errors of weight files are StorageError; what is left says where
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(f"{error.filename or 'standard output'}: {error.strerror}")
+    except OSError as error:
+        if error.filename is None:  # a stream; whatever is left in it goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"{quoted(str(error.filename or 'standard output'))}: {error.strerror}")
     except RecursionError:
         _fail("a JSON file is nested too deeply")
     except MemoryError:

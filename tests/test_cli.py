@@ -8,10 +8,13 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +347,80 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, cli: Cli) -> No
     assert result.err.count("\\x1b[31mred") == 10
     assert "... and 20 more" in result.err
     assert max(map(len, result.err.splitlines())) < 250
+
+
+def test_absurd_inputs_are_refused_in_a_line(tmp_path: Path, cli: Cli) -> None:
+    source = build(tmp_path / "source")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "sparse").mkdir()
+    for path in source.iterdir():
+        (tmp_path / "sparse" / path.name).write_bytes(path.read_bytes())
+    os.truncate(tmp_path / "sparse" / "config.json", 20_000_000_000)
+    deep = build(tmp_path / "deep")
+    (deep / "config.json").write_text('{"model_type":' + "[" * 100_000)
+    for arguments in (
+        ["plan", source, "--pp-size", "99999999999999999999"],
+        ["plan", source, "--pp-size", "1000000000"],
+        ["plan", tmp_path / "loop", "--pp-size", "2"],
+        ["split", source, tmp_path / "loop", "--pp-size", "2"],
+        ["split", source, "", "--pp-size", "2"],
+        ["plan", tmp_path / ("x" * 5000), "--pp-size", "2"],
+        ["plan", tmp_path / "sparse", "--pp-size", "2"],
+        ["plan", deep, "--pp-size", "2"],
+        ["plan", source, "--pp-size", "2", "--engine", "\x1b[31m"],
+    ):
+        result = cli(*arguments)
+        assert result.code in (1, 2), arguments
+        assert result.err.count("\n") <= 2
+        assert "\x1b" not in result.err
+        assert "standard output" not in result.err
+
+
+def test_model_without_any_bytes(tmp_path: Path, cli: Cli) -> None:
+    from tests.checkpoints import write_tensors
+
+    source = build(tmp_path / "source", shards=1, index=False)
+    empty = {name: (dtype, (0, 4), b"") for name, (dtype, _, _) in read_dir(source).items()}
+    write_tensors(source / "model.safetensors", empty)
+    assert cli("split", source, tmp_path / "out", "--pp-size", 2).code == 0
+    assert cli("verify", tmp_path / "out", "--source", source).code == 0
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    source = build(tmp_path / "source")
+    redirections = " ".join(f"{number}>&-" for number in closed.split())
+    command = (
+        f'"{sys.executable}" "{REPOSITORY}/cli.py" split source out --pp-size 2 {redirections}'
+    )
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "out" / "reshard.json").exists()
+    assert source.exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict", "latin-1"])
+def test_names_that_the_terminal_cannot_show(tmp_path: Path, encoding: str) -> None:
+    build(tmp_path / "modèle")
+    name = b"o\xff".decode("utf-8", "surrogateescape")
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "cli.py", "split", "modèle", name, "--pp-size", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nohup_is_respected(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    source = build(tmp_path / "source")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("split", source, tmp_path / "out", "--pp-size", 2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    while process.poll() is None:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.02)
+    assert process.returncode == 0

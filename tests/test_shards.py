@@ -734,3 +734,18 @@ def test_experts_of_other_modules_do_not_count_as_layouts(tmp_path: Path) -> Non
     tensors["model.visual.blocks.0.mlp.experts.0.gate_proj.weight"] = ("U8", (1,), b"1")
     write_tensors(path / "model.safetensors", tensors)
     assert open_checkpoint(path).layouts.of(mtp=False) == "fused"
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp.SAFETENSORS", b"x\xff.safetensors".decode("utf-8", "surrogateescape")]
+)
+@pytest.mark.parametrize("index", [False, True])
+def test_weight_file_that_would_be_overlooked_is_refused(
+    tmp_path: Path, name: str, index: bool
+) -> None:
+    path = build(tmp_path / "source", shards=1, index=False)
+    if index:
+        path = build(tmp_path / "indexed")
+    write_tensors(path / name, {"mtp.extra.weight": ("U8", (1,), b"1")})
+    with pytest.raises(CheckpointError, match="would be overlooked or could not be named"):
+        open_checkpoint(path)
