@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from reshard.errors import Interrupted, ReshardError, UsageError, printable, quoted
+from reshard.errors import Interrupted, ReshardError, UsageError, quoted, say
 
 if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
     from reshard.display import Bars, Display
@@ -455,7 +455,7 @@ def main() -> None:
 
 
 def _fail(message: str, hint: str | None = None, exit_code: int = 1) -> NoReturn:
-    for kind, text in (("error", message), ("hint", hint)):
-        for number, line in enumerate(text.split("\n") if text else ()):
-            print(printable(line if number else f"{kind}: {line}"), file=sys.stderr)
+    say(f"error: {message}")
+    if hint:
+        say(f"hint: {hint}")
     sys.exit(exit_code)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reshard.errors import printable, quoted
+from reshard.errors import printable, quoted, say
 from reshard.launch import NodeCommands
 
 if TYPE_CHECKING:
@@ -198,12 +198,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else quoted(str(value))
-
-
-def say(message: str) -> None:
-    """Print to stderr; what is no line end and cannot be printed is escaped."""
-    for line in message.split("\n"):
-        print(printable(line), file=sys.stderr)
 
 
 class Bars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -118,6 +119,12 @@ def printable(text: str) -> str:
         if text.isprintable()
         else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     )
+
+
+def say(message: str) -> None:
+    """Print a message to stderr; what is no line end and cannot be printed is escaped."""
+    for line in message.split("\n"):
+        print(printable(line), file=sys.stderr)
 
 
 def listed(names: list[str], limit: int = 10) -> str:

@@ -283,8 +283,3 @@ def _encodable(name: str) -> bool:
         return len(name.encode("utf-8")) <= 255
     except UnicodeEncodeError:
         return False
-
-
-def directory_of(source: Source) -> Path | None:
-    """The local directory of a source, if it has one."""
-    return source.root if isinstance(source, LocalSource) else None
