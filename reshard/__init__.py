@@ -15,6 +15,7 @@ from reshard.merge import merge
 from reshard.names import get_layer_id
 from reshard.plan import ReshardPlan, build_plan
 from reshard.pull import pull
+from reshard.push import push
 from reshard.split import split
 from reshard.verify import verify
 from reshard.version import __version__
@@ -31,6 +32,7 @@ __all__ = [
     "merge",
     "open_checkpoint",
     "pull",
+    "push",
     "split",
     "verify",
 ]

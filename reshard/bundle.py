@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.errors import BundleError, CheckpointError, quoted, storage_errors
+from reshard.errors import BundleError, CheckpointError, quoted
 from reshard.header import SafetensorsHeader
+from reshard.hub_source import open_hub
 from reshard.index import INDEX_NAME
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
+from reshard.reference import hub_reference
 from reshard.source import (
     LocalSource,
     Range,
@@ -24,6 +26,12 @@ PARTIAL_NAME = ".reshard-partial"
 """The directory in an unfinished output that holds its lock and its journal."""
 
 
+_WHAT_TO_GIVE = (
+    "give the output directory of reshard split or pull, one of its stages, or the repository "
+    "(org/name) of a set"
+)
+
+
 def stage_directory(stage: int, pp_size: int) -> str:
     """`stage-02-of-04`: numbered from 0, as pipeline ranks are."""
     return f"stage-{stage:02d}-of-{pp_size:02d}"
@@ -33,30 +41,49 @@ def stage_directory(stage: int, pp_size: int) -> str:
 class BundleSet:
     """A directory with a manifest, and the files that it names."""
 
-    source: LocalSource
+    source: Source
     manifest: Manifest
 
     @classmethod
     def open(cls, path: str | Path) -> BundleSet:
-        """Open a directory that holds a finished set. Raises `BundleError` where it holds none."""
-        if not Path(path).is_dir():
-            hint = "give the output directory of reshard split or pull, or one of its stages"
-            raise missing_directory(Path(path), BundleError, hint=hint)
-        source = LocalSource(Path(path))
+        """Open a finished set: a directory or, given as text, `org/name[@revision]` on the Hub.
+
+        Raises `BundleError` where there is none, `HubError`.
+        """
+        reference = hub_reference(path)
+        if reference is not None:
+            source = open_hub(reference)
+        elif Path(path).is_dir():
+            source = LocalSource(Path(path))
+        else:
+            raise missing_directory(Path(path), BundleError, hint=_WHAT_TO_GIVE)
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
-                raise unfinished(source.root)
+                raise unfinished(path)
             raise BundleError(
                 f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
-                hint="give the output directory of reshard split or pull, or one of its stages",
+                hint=_WHAT_TO_GIVE,
             )
         return cls.from_source(source)
 
     @classmethod
-    def from_source(cls, source: LocalSource) -> BundleSet:
+    def from_source(cls, source: Source) -> BundleSet:
         """Read the manifest at the top level of a source that has one."""
         raw = read_json(source, MANIFEST_NAME, BundleError)
         return cls(source, Manifest.parse(raw, MANIFEST_NAME))
+
+    @property
+    def where(self) -> str:
+        """Where the set lies, to be shown."""
+        if isinstance(self.source, LocalSource):
+            return quoted(str(self.source.root))
+        return "{repo}@{commit}".format(**self.source.origin)
+
+    @property
+    def root(self) -> Path:
+        """The directory of a set that lies on this machine."""
+        assert isinstance(self.source, LocalSource)
+        return self.source.root
 
     def directory_of(self, stage: int) -> str:
         """Where the files of a present stage lie: its directory, or `` for the set itself."""
@@ -80,21 +107,35 @@ class BundleSet:
         """The header of one of its weight files; see `checked_header`."""
         return checked_header(self.source, path, record)
 
+    def announced_sha256(self, path: str, record: FileRecord) -> str | None:
+        """What one of its weight files must be, which is on another machine.
+
+        Raises `BundleError` where the file is missing there, or is not the manifest's.
+        """
+        if not self.source.holds(path, record.bytes):
+            raise BundleError(
+                f"{quoted(path)}: missing, or not of the size in the manifest: the set is not whole",
+                hint="push this stage again: reshard push OUT REPO --stage K",
+            )
+        published = self.source.published_sha256(path)
+        if None not in (published, record.sha256) and published != record.sha256:
+            raise BundleError(
+                f"{quoted(path)}: its published sha256 is {published}, the manifest says "
+                f"{record.sha256}",
+                hint="push this stage again: reshard push OUT REPO --stage K",
+            )
+        return record.sha256 or published
+
     def in_place(self, directory: str, sizes: Mapping[str, int]) -> bool:
         """Whether these files lie in a directory of the set, in their sizes; nothing is read."""
-        root = self.source.root / directory
-        with storage_errors(root):
-            return all(
-                (root / name).is_file() and (root / name).stat().st_size == size
-                for name, size in sizes.items()
-            )
+        prefix = f"{directory}/" if directory else ""
+        return all(self.source.holds(prefix + name, size) for name, size in sizes.items())
 
     def complete(self, directory: str) -> bool:
         """Whether what stands beside the weights is in place: side files, index and manifest."""
-        root = self.source.root / directory
+        prefix = f"{directory}/" if directory else ""
         sides = {side.name: side.bytes for side in self.manifest.side_files}
-        with storage_errors(root):
-            others = all((root / name).is_file() for name in (INDEX_NAME, MANIFEST_NAME))
+        others = all(self.source.holds(prefix + name) for name in (INDEX_NAME, MANIFEST_NAME))
         return others and self.in_place(directory, sides)
 
     def intact_stages(self) -> tuple[int, ...]:
@@ -135,7 +176,7 @@ class BundleSet:
             )
 
 
-def unfinished(path: Path) -> BundleError:
+def unfinished(path: str | Path) -> BundleError:
     """The error for a directory in which a run was begun and not finished."""
     return BundleError(
         f"{quoted(str(path))} is an unfinished output: it has no {MANIFEST_NAME} yet",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,39 +12,28 @@ from reshard.config import ModelConfig
 from reshard.errors import (
     BundleError,
     CheckpointError,
-    ReshardError,
     UsageError,
     listed,
     quoted,
 )
 from reshard.header import SafetensorsHeader, TensorInfo
+from reshard.hub_source import open_hub
 from reshard.layout import ExpertLayouts, expert_layouts
 from reshard.manifest import MANIFEST_NAME
 from reshard.names import KINDS, Component, component_of
+from reshard.reference import hub_reference
 from reshard.shards import Shards, read_shards
 from reshard.source import (
     STAGE_DIRECTORY,
+    WEIGHT_SUFFIXES,
     LocalSource,
     Source,
     is_plain_name,
-    missing_directory,
     read_json,
     sample,
 )
 from reshard.strict_json import digest, parse_object
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".msgpack",
-    ".h5",
-    ".index.json",
-)
 _NOT_CARRIED = (".git", ".cache", ".reshard", "reshard.json", "README.md")
 
 
@@ -80,34 +68,41 @@ class Checkpoint:
         return sum(t.nbytes for tensors in self.components.values() for t in tensors)
 
     def fingerprint(self) -> str:
-        """Identifies the source: file names, sizes, headers and a sample of the data.
+        """Identifies the source: file names, sizes, headers, and the data by its published sha256.
 
-        An output of reshard has the fingerprint of the checkpoint it was made from.
+        Where there is none, a sample of the data stands for it. An output of reshard has the fingerprint of the checkpoint it was made from.
         """
         if self.bundle is not None:
             return self.bundle.manifest.source.fingerprint
-        facts = [[h.file, h.size, h.sha256, sample(self.source, h)] for h in self.headers]
+        facts = [
+            [
+                h.file,
+                h.size,
+                h.sha256,
+                self.source.published_sha256(h.file) or sample(self.source, h),
+            ]
+            for h in self.headers
+        ]
         return digest(sorted(facts))
 
 
 def open_checkpoint(
     path: str | Path, *, include_files: Sequence[str] = (), ignore_files: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open a checkpoint directory, or a set of stage bundles, reading headers only.
+    """Open a checkpoint, or a set of stage bundles, reading headers only.
 
+    `path`: a directory, or a repository on the Hub as text: `org/name[@revision]`, `hf://org/name`.
     `include_files`, `ignore_files`: weight files beside the index to take what is new from, or to
     leave alone. Raises a `ReshardError` for anything that is not a checkpoint of a supported model
     in which every tensor is recognised: `CheckpointError`, `UnsupportedModelError`,
-    `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`.
+    `UnknownTensorError`, `HeaderError`, `BundleError`, `StorageError`, `HubError`.
     """
     if not str(path):
         raise UsageError("SOURCE is empty")
-    root = Path(path)
-    if not root.is_dir():
-        raise _no_checkpoint(str(path))
-    source = LocalSource(root)
+    reference = hub_reference(path)
+    source = open_hub(reference) if reference is not None else LocalSource(Path(path))
     if PARTIAL_NAME in source.directories() and MANIFEST_NAME not in source.files():
-        raise unfinished(source.root)
+        raise unfinished(path)
     config = read_config(source)
     if MANIFEST_NAME in source.files():
         if include_files or ignore_files:
@@ -147,11 +142,12 @@ def open_checkpoint(
 def read_config(source: Source) -> ModelConfig:
     """The model facts of a source. Raises as `ModelConfig.from_json` does."""
     if "config.json" not in source.files():
-        hint = "give the directory of a Hugging Face checkpoint"
+        where = source.origin.get("directory") or source.origin["repo"]
+        hint = "give the directory of a Hugging Face checkpoint, or org/name of one on the Hub"
         if "snapshots" in source.directories():
             hint = "in a Hugging Face cache, give the directory of a commit below snapshots/"
         raise CheckpointError(
-            f"{quoted(source.origin.get('directory') or 'the snapshot')}: there is no config.json",
+            f"{quoted(where)}: there is no config.json",
             hint=hint,
         )
     raw = read_json(source, "config.json", CheckpointError)
@@ -161,19 +157,11 @@ def read_config(source: Source) -> ModelConfig:
     )
 
 
-def _no_checkpoint(path: str) -> ReshardError:
-    hint = "give the directory of a checkpoint"
-    repository = path.removeprefix("hf://")
-    if _REPOSITORY.fullmatch(repository):
-        name = repository.rpartition("/")[2]
-        hint += f"; to fetch one: hf download {repository} --local-dir {name}"
-    return missing_directory(Path(path), CheckpointError, hint=hint)
-
-
 def _read_bundle(bundle: BundleSet, config: ModelConfig) -> Shards:
     """The tensors of the present stages, each once, each in the file of its component."""
     shards = Shards()
     records = bundle.manifest.files()
+    bundle.source.prefetch_headers(list(bundle.locate().values()))
     for name, path in bundle.locate().items():
         header = bundle.header(path, records[name])
         shards.headers.append(header)
@@ -206,7 +194,8 @@ def _side_files(source: Source, shards: Shards) -> tuple[str, ...]:
     names = [
         file
         for file in source.files()
-        if not file.lower().endswith(_WEIGHT_SUFFIXES) and not file.startswith(_NOT_CARRIED)
+        if not file.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
+        and not file.startswith(_NOT_CARRIED)
     ]
     for name in names:
         if not is_plain_name(name) or STAGE_DIRECTORY.fullmatch(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # the rest is imported where it is used: --help is quick
     from reshard.display import Bars, Display
     from reshard.finish import Outcome
     from reshard.plan import ReshardPlan
+    from reshard.push import Pushed
 
 app = typer.Typer(
     add_completion=False,
@@ -34,7 +36,10 @@ app = typer.Typer(
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="Directory of a checkpoint, or of an output of reshard."),
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint or a set: its directory, or org/name[@revision] on the Hub.",
+    ),
 ]
 Set = Annotated[
     str,
@@ -129,7 +134,8 @@ def plan(
     if as_json:
         _print_json(document)
         return
-    from reshard.display import Display, size
+    from reshard.display import Display
+    from reshard.units import size
 
     display = Display()
     display.plan(document, _title(document, f"plan of {quoted(source)}"))
@@ -191,7 +197,7 @@ def split(
             progress=bars,
         )
     document = outcome_document(outcome, made.warnings, made.notes)
-    commands = node_commands(outcome.manifest, Path(out), nodes)
+    commands = node_commands(outcome.manifest, str(Path(out).absolute()), nodes)
     if as_json:
         document["launch"] = [command._asdict() for command in commands]
         _print_json(document)
@@ -227,7 +233,8 @@ def verify(
 ) -> None:
     """Prove that a set is whole: structure, sizes and hashes."""
     from reshard.checkpoint import open_checkpoint
-    from reshard.display import Display, counted, size
+    from reshard.display import Display
+    from reshard.units import counted, size
     from reshard.verify import verify as verify_set
 
     display = Display()
@@ -312,8 +319,71 @@ def merge(
 
 
 @app.command()
-def pull(
+def push(
     out: Set,
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="org/name on the Hub; created if missing.")
+    ],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stage", metavar="K", help="Add these stages only: 2, 0-3, 0,1 or all. Repeatable."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="If the repository is created, make it private.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="BRANCH", help="Branch; created, empty, if missing."),
+    ] = None,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request instead.")
+    ] = False,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a set, or stages of it, on the Hugging Face Hub."""
+    from reshard.bundle import BundleSet
+    from reshard.describe import push_document
+    from reshard.display import Display
+    from reshard.launch import node_commands
+    from reshard.partition import parse_stages
+    from reshard.push import push as push_set
+
+    display = Display(quiet=quiet)
+    with _working(display) as bars:
+        bundle = BundleSet.open(_directory(out))
+        pushed = push_set(
+            bundle,
+            repo,
+            stages=parse_stages(stage, bundle.manifest.pp_size) if stage else None,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            jobs=jobs,
+            progress=bars,
+        )
+    commands = node_commands(pushed.manifest, str(pushed.reference))
+    if as_json:
+        document = push_document(pushed)
+        document["launch"] = [command._asdict() for command in commands]
+        _print_json(document)
+    else:
+        display.line(_pushed(pushed))
+        display.launch(commands, pushed.manifest.engine.name)
+    display.messages((), pushed.notes)
+
+
+@app.command()
+def pull(
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT|REPO", help="A set: its directory, or org/name[@revision] on the Hub."
+        ),
+    ],
     dest: Annotated[
         str, typer.Argument(metavar="DEST", help="Directory to write, or to add stages to.")
     ],
@@ -321,6 +391,7 @@ def pull(
         list[str],
         typer.Option("--stage", metavar="K", help="Stages: 2, 0-3, 0,1 or all. Repeatable."),
     ],
+    jobs: Jobs = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -331,10 +402,18 @@ def pull(
     from reshard.pull import pull as pull_stages
 
     display = Display(quiet=quiet)
-    stages = parse_stages(stage, BundleSet.open(_directory(out)).manifest.pp_size)
     with _working(display) as bars:
-        outcome = pull_stages(_directory(out), _directory(dest), stages, progress=bars)
+        bundle = BundleSet.open(_given(out))
+        stages = parse_stages(stage, bundle.manifest.pp_size)
+        outcome = pull_stages(bundle, _directory(dest), stages, jobs=jobs, progress=bars)
     _show_outcome(display, outcome, dest, as_json)
+
+
+class _Sayer(logging.Handler):
+    """Says on stderr what happens meanwhile: waiting for the Hub, reading from the cache."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"note: {record.getMessage()}")
 
 
 @contextmanager
@@ -376,11 +455,15 @@ def _build_plan(
     )
 
 
-def _directory(text: str) -> Path:
-    """A directory argument; an empty one (an unset variable) would mean the current directory."""
+def _given(text: str) -> str:
+    """An argument; an empty one (an unset variable) would mean the current directory."""
     if not text:
         raise UsageError("a directory argument is empty")
-    return Path(text)
+    return text
+
+
+def _directory(text: str) -> Path:
+    return Path(_given(text))
 
 
 def _names(values: list[str] | None) -> tuple[str, ...]:
@@ -399,8 +482,8 @@ def _show_outcome(display: Display, outcome: Outcome, dest: str, as_json: bool) 
 
 
 def _title(document: dict[str, Any], what: str) -> str:
-    from reshard.display import size
     from reshard.placement import ENGINES
+    from reshard.units import size
 
     source = document["source"]
     engine = ENGINES[document["engine"]]
@@ -420,12 +503,29 @@ def _counts(document: dict[str, Any], where: str) -> str:
     return f"{quoted(where)}: {what}"
 
 
+def _pushed(pushed: Pushed) -> str:
+    from reshard.units import counted, size
+
+    there = f"{pushed.reference} at {pushed.commit}"
+    if not pushed.changed:
+        return f"{there}: holds all of it already"
+    what = [f"{counted(pushed.added, 'file')} added ({size(pushed.added_bytes)})"]
+    what += [f"{pushed.copied} copied there"] if pushed.copied else []
+    what += [f"{pushed.deleted} deleted"] if pushed.deleted else []
+    what += [f"pull request {pushed.pull_request}"] if pushed.pull_request else []
+    return f"{there}: {', '.join(what)}"
+
+
 def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2))
 
 
 def main() -> None:
     """Run the command line; exit codes are in docs/cli.md."""
+    # What huggingface_hub would print names signed addresses; reshard tells what people should know.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("reshard").addHandler(_Sayer())
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: temporary files removed

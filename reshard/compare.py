@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from threading import Event
 
 from reshard.bundle import BundleSet
 from reshard.checkpoint import Checkpoint
-from reshard.copy import in_parallel, tensor_ranges, watched
+from reshard.copy import tensor_ranges
 from reshard.errors import quoted
 from reshard.header import TensorInfo
 from reshard.manifest import Manifest
 from reshard.names import Component
 from reshard.progress import Progress
 from reshard.report import Problem, WeightFile
-from reshard.source import LocalSource, sha256_of
+from reshard.source import Source
+from reshard.tasks import in_parallel, watched
 
 
 def check_source(
@@ -61,7 +64,7 @@ def _owned(component: Component, manifest: Manifest) -> bool:
 
 
 def _compare(
-    mine: LocalSource,
+    mine: Source,
     file: WeightFile,
     source: Checkpoint,
     original: Mapping[str, TensorInfo],
@@ -82,14 +85,34 @@ def _compare(
             problems.append(Problem(file.path, f"{quoted(tensor.name)}: dtype or shape differ"))
         else:
             pairs.append((tensor, other))
+    # In the order of the source, which may have to send it.
+    pairs.sort(key=lambda pair: (pair[1].file, pair[1].begin))
+    ends = list(accumulate(tensor.nbytes for tensor, _ in pairs))
     ours = mine.read_many(tensor_ranges(tensor for tensor, _ in pairs))
     theirs = source.source.read_many(tensor_ranges(other for _, other in pairs))
-    equal = True
+    different: set[int] = set()
+    position = 0
     for a, b in zip(watched(ours, stop, progress), theirs, strict=True):
-        equal = equal and bytes(a) == bytes(b)
-    if not equal:
-        for tensor, other in pairs:
-            here = sha256_of(mine.read_many(tensor_ranges([tensor])))
-            if here != sha256_of(source.source.read_many(tensor_ranges([other]))):
-                problems.append(Problem(file.path, f"{quoted(tensor.name)}: bytes differ"))
+        if a != b:
+            different.update(_tensors_that_differ(a, b, position, ends))
+        position += len(a)
+    for number in sorted(different):
+        name = quoted(pairs[number][0].name)
+        problems.append(Problem(file.path, f"{name}: bytes differ"))
     return problems
+
+
+def _tensors_that_differ(
+    a: memoryview, b: memoryview, position: int, ends: Sequence[int]
+) -> Iterator[int]:
+    """Which tensors, by number, have other bytes in `a` than in `b`.
+
+    `position`: where these bytes begin in the row of all tensors, of which `ends` are the ends.
+    """
+    begin = 0
+    number = bisect_right(ends, position)
+    while begin < len(a):
+        end = min(len(a), ends[number] - position)
+        if a[begin:end] != b[begin:end]:
+            yield number
+        begin, number = end, number + 1

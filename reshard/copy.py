@@ -6,22 +6,27 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
 
 from reshard.bundle import BundleSet
 from reshard.errors import BundleError, SourceChangedError, StorageError, quoted, storage_errors
+from reshard.fetch import fetch_tasks
 from reshard.header import TensorInfo, encode_header
 from reshard.output import OutputDirectory, check_space
 from reshard.progress import Progress
 from reshard.source import FileStamp, LocalSource, Range, Source, sha256_of
-
-MAX_JOBS = 8
+from reshard.tasks import (
+    MAX_JOBS,
+    FileTask,
+    FinishedTask,
+    Stopped,
+    default_jobs,
+    in_parallel,
+    watched,
+)
 
 _WRITEBACK = 8 << 20
 """Bytes of a file after which the disk is told to start writing; see docs/benchmarks.md."""
@@ -37,68 +42,23 @@ _NO_LINK = (
     errno.ENOTTY,
     errno.EINVAL,
 )
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-class _Stopped(Exception):
-    """Another file failed, or the user interrupted: this one ends quietly."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileTask:
-    """One file to bring into an output.
-
-    It is either new and canonical, with `tensors` in their order, or has the same bytes as the
-    existing file `same_as`. `sha256` is its checksum, and `stamp` what `same_as` must be still,
-    where that is known.
-    """
-
-    path: str
-    size: int
-    tensors: tuple[TensorInfo, ...] = ()
-    same_as: Path | None = None
-    sha256: str | None = None
-    stamp: FileStamp | None = None
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedTask:
-    """A file that is in place. `how`: written, linked, reflinked, copied or reused."""
-
-    path: str
-    how: str
-    sha256: str | None
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
 
 
 def bundle_task(bundle: BundleSet, name: str, path: str) -> FileTask:
-    """Bring a file of a set, by name, to `path`; it is checked by size and header first.
+    """Bring a file of a set, by name, to `path`.
 
-    Raises `BundleError` where it is not what the manifest says.
+    Where it lies on this machine, size and header are checked first; else it is checked as it
+    arrives. Raises `BundleError` where it is not what the manifest says.
     """
     record, there = bundle.manifest.files()[name], bundle.locate()[name]
+    source = bundle.source
+    existing = source.local_path(there)
+    if existing is None:
+        sha256 = bundle.announced_sha256(there, record)
+        return FileTask(path, record.bytes, whole=there, sha256=sha256)
+    stamp = source.stamp(there)
     bundle.header(there, record)
-    return FileTask(
-        path,
-        record.bytes,
-        same_as=bundle.source.root / there,
-        sha256=record.sha256,
-        stamp=bundle.source.stamp(there),
-    )
-
-
-def default_jobs() -> int:
-    """The cores that this process may use, at most `MAX_JOBS`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MAX_JOBS)
+    return FileTask(path, record.bytes, same_as=existing, sha256=record.sha256, stamp=stamp)
 
 
 def run_tasks(
@@ -106,31 +66,34 @@ def run_tasks(
     *,
     source: Source,
     output: OutputDirectory,
-    jobs: int,
+    jobs: int | None,
     checksums: bool,
     progress: Progress,
     label: str,
     more_bytes: int = 0,
 ) -> list[FinishedTask]:
-    """Bring files into an output, the largest first, `jobs` at a time.
+    """Bring files into an output, `jobs` at a time.
 
+    jobs: by default the cores, at most `MAX_JOBS`, and `MAX_JOBS` requests to another machine.
     Raises `OutputError` where the disk has too little room for what cannot be linked and for
     `more_bytes`, which the caller will write afterwards. Where one file fails, the others stop, and
     what is finished stays for a later run.
     """
     finished = []
-    todo = []
+    near: list[FileTask] = []
+    far: list[FileTask] = []
     for task in tasks:
         reused = output.reusable(task.path, task.size, checksum=checksums)
         if reused is None:
-            todo.append(task)
+            (far if task.is_far(source) else near).append(task)
         else:
             finished.append(FinishedTask(task.path, "reused", reused.sha256))
             progress.finish_file(task.path, "reused")
-    todo.sort(key=lambda task: (-task.size, task.path))
-    to_copy = sum(task.size for task in todo if not _may_link(task, output.root))
+    near.sort(key=lambda task: (-task.size, task.path))  # the largest first
+    to_copy = sum(task.size for task in near if not _may_link(task, output.root))
     check_space(output.root, to_copy + more_bytes)
-    progress.start(label, to_copy)
+    if near:
+        progress.start(label, to_copy)
 
     def bring(task: FileTask, stop: Event) -> FinishedTask:
         done = _bring(task, source, output, checksums, stop, progress)
@@ -138,34 +101,19 @@ def run_tasks(
         progress.finish_file(task.path, done.how)
         return done
 
-    finished += in_parallel(bring, todo, jobs)
+    finished += in_parallel(bring, near, jobs or default_jobs())
+    if far:
+        finished += fetch_tasks(
+            far,
+            source=source,
+            output=output,
+            jobs=jobs or MAX_JOBS,
+            checksums=checksums,
+            progress=progress,
+            label=label,
+            more_bytes=more_bytes,
+        )
     return finished
-
-
-def in_parallel(work: Callable[[_T, Event], _R], items: Iterable[_T], jobs: int) -> Iterator[_R]:
-    """Results of `work` on each item, `jobs` threads at a time, as they come.
-
-    When one raises, or the caller is interrupted, the event is set and the rest is given up.
-    """
-    stop = Event()
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(work, item, stop) for item in items]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def watched(pieces: Iterable[memoryview], stop: Event, progress: Progress) -> Iterator[memoryview]:
-    """The pieces, reported to `progress`, until `stop` is set."""
-    for piece in pieces:
-        if stop.is_set():
-            raise _Stopped
-        yield piece
-        progress.advance(len(piece))
 
 
 def tensor_ranges(tensors: Iterable[TensorInfo]) -> list[Range]:
@@ -196,7 +144,7 @@ def _bring(
     progress: Progress,
 ) -> FinishedTask:
     if stop.is_set():
-        raise _Stopped
+        raise Stopped
     if task.same_as is None:
         header = memoryview(encode_header(task.tensors))
         data = source.read_many(tensor_ranges(task.tensors))

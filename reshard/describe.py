@@ -10,6 +10,7 @@ from reshard.launch import share_stages
 from reshard.manifest import Exclusion, ModelFacts, StageRecord
 from reshard.names import COMPONENT_KEYS, component_key
 from reshard.plan import ReshardPlan
+from reshard.push import Pushed
 
 
 def plan_document(plan: ReshardPlan) -> dict[str, Any]:
@@ -42,6 +43,25 @@ def outcome_document(
     }
 
 
+def push_document(pushed: Pushed) -> dict[str, Any]:
+    """The document of `reshard push --json`."""
+    return {
+        "repo": pushed.reference.repo,
+        "revision": pushed.reference.revision,
+        "commit": pushed.commit,
+        "pull_request": pushed.pull_request,
+        "set_id": pushed.manifest.set_id,
+        "pp_size": pushed.manifest.pp_size,
+        "present": list(pushed.manifest.present),
+        "changed": pushed.changed,
+        "added": pushed.added,
+        "added_bytes": pushed.added_bytes,
+        "copied": pushed.copied,
+        "deleted": pushed.deleted,
+        "notes": list(pushed.notes),
+    }
+
+
 def node_documents(plan: ReshardPlan, nodes: int) -> list[dict[str, Any]]:
     """What each of `nodes` nodes would hold: its stages, replicas within a node counted once."""
     documents = []
@@ -52,7 +72,7 @@ def node_documents(plan: ReshardPlan, nodes: int) -> list[dict[str, Any]]:
     return documents
 
 
-HOWS = ("written", "linked", "reflinked", "copied", "reused")
+HOWS = ("written", "fetched", "linked", "reflinked", "copied", "reused")
 
 
 def _set_document(

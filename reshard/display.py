@@ -13,6 +13,7 @@ from rich.text import Text
 
 from reshard.errors import printable, quoted, say
 from reshard.launch import NodeCommands
+from reshard.units import counted, size
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -25,22 +26,6 @@ _COMPONENTS = {
     "head": ("▓", "h", "green"),
     "mtp": ("▞", "m", "yellow"),
 }
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
-
-
-def size(nbytes: float) -> str:
-    """`nbytes` in decimal units, as disks and the Hub count: 807 GB."""
-    unit = 0
-    while nbytes >= 1000 and unit < len(_UNITS) - 1:
-        nbytes /= 1000
-        unit += 1
-    decimals = 0 if unit == 0 or nbytes >= 100 else 1 if nbytes >= 10 else 2
-    return f"{nbytes:,.{decimals}f} {_UNITS[unit]}"
-
-
-def counted(number: int, what: str) -> str:
-    """`1 tensor`, `2,924 tensors`"""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 class Display:

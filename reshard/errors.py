@@ -59,6 +59,14 @@ class BundleError(ReshardError):
     """A directory is not a usable bundle: manifest missing, invalid, or at odds with the files."""
 
 
+class HubError(ReshardError):
+    """The Hub refused, cannot be reached, or gave something else than what was asked for."""
+
+
+class HubConflictError(HubError):
+    """Somebody else changed the repository meanwhile."""
+
+
 class StorageError(ReshardError):
     """The operating system refused to read or write a file; `errno` is its reason."""
 

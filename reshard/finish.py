@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.bundle import checked_header
-from reshard.copy import FinishedTask, write_pieces
+from reshard.copy import write_pieces
 from reshard.errors import SourceChangedError, quoted
 from reshard.index import INDEX_NAME, encode_index
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
 from reshard.output import OutputDirectory
 from reshard.source import LocalSource, Range, Source
+from reshard.tasks import FinishedTask
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run did: the set as the directory `root` now shows it, and how its files came about.
 
-    `counts` maps `written`, `linked`, `reflinked`, `copied` and `reused` to numbers of weight
+    `counts` maps `written`, `fetched`, `linked`, `reflinked`, `copied` and `reused` to numbers of weight
     files. `changed` is false where everything was there already.
     """
 

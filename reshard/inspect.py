@@ -7,12 +7,12 @@ from threading import Event
 from typing import Any
 
 from reshard.checkpoint import Checkpoint
-from reshard.copy import default_jobs, in_parallel, watched
 from reshard.errors import CheckpointError
 from reshard.names import component_key
 from reshard.progress import Progress, Silent
 from reshard.report import Problem
 from reshard.source import Range, sha256_of
+from reshard.tasks import default_jobs, in_parallel, watched
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Any]:

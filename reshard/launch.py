@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import UsageError
@@ -35,8 +34,8 @@ def share_stages(pp_size: int, nodes: int | None) -> list[range]:
     return [range(node * each, (node + 1) * each) for node in range(nodes)]
 
 
-def node_commands(manifest: Manifest, out: Path, nodes: int | None = None) -> list[NodeCommands]:
-    """What to run on each node whose stages are all present.
+def node_commands(manifest: Manifest, where: str, nodes: int | None = None) -> list[NodeCommands]:
+    """What to run on each node whose stages are all present. `where`: what to pull them from.
 
     Engines want the same model path on every node, so every node pulls its stages to that path.
     """
@@ -48,7 +47,7 @@ def node_commands(manifest: Manifest, out: Path, nodes: int | None = None) -> li
         if not set(stages) <= set(manifest.present):
             continue
         wanted = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-        pull = ["reshard", "pull", str(out.absolute()), model_path, "--stage", wanted]
+        pull = ["reshard", "pull", where, model_path, "--stage", wanted]
         launch = _launch(manifest, model_path, node, len(shares))
         commands.append(NodeCommands(node, list(stages), shlex.join(pull), launch))
     return commands

@@ -26,6 +26,15 @@ _FILE_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
+class LicenseFacts:
+    """What the source's model card says of its license, in the Hub's words for it."""
+
+    license: str | None
+    license_name: str | None
+    license_link: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class SourceFacts:
     """Where the set came from: a directory's name, or a Hub repository and commit."""
 
@@ -33,6 +42,7 @@ class SourceFacts:
     repo: str | None
     commit: str | None
     fingerprint: str
+    license: LicenseFacts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +230,7 @@ class Manifest:
         document = asdict(self)
         for key in ("tool_version", "present", "local"):
             del document[key]
-        del document["source"]["directory"]
+        del document["source"]["directory"], document["source"]["license"]
         for stage in document["stages"]:
             for file in stage["files"]:
                 del file["sha256"]

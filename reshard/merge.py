@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet
-from reshard.copy import bundle_task, default_jobs, run_tasks
+from reshard.copy import bundle_task, run_tasks
 from reshard.errors import OutputError, quoted, storage_errors
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.index import INDEX_NAME, encode_index
@@ -28,10 +28,10 @@ def merge(
     excluded stays excluded. Raises `BundleError` where a stage or a file is missing or is not what
     the manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
-    bundle = BundleSet.open(out)
+    bundle = BundleSet.open(Path(out))
     bundle.check_side_files()
     root = Path(dest)
-    check_apart(root, bundle.source.root)
+    check_apart(root, bundle.root)
     bundle.require_all_stages("a merge")
     records = bundle.manifest.files()
     if not (root / PARTIAL_NAME).exists() and _is_merged(root, bundle):
@@ -49,7 +49,7 @@ def merge(
             [bundle_task(bundle, name, name) for name in records],
             source=bundle.source,
             output=output,
-            jobs=jobs or default_jobs(),
+            jobs=jobs,
             checksums=False,
             progress=progress or Silent(),
             label="merge",

@@ -25,6 +25,8 @@ from reshard.source import STAGE_DIRECTORY, FileStamp
 TEMPORARY = ".reshard-tmp-"
 """How the names of files begin that are still being written."""
 
+_PART = ".part"
+
 _NUMBERS = itertools.count()
 _DIRECTORY_MAY_HOLD = {"lost+found"}
 
@@ -107,8 +109,11 @@ class OutputDirectory:
         so is a second process. When the block ends well, the journal and the lock are removed.
         """
         with locked(root):
-            output = cls(root, Journal.open(root / PARTIAL_NAME / "journal", begun_as))
+            journal = Journal.open(root / PARTIAL_NAME / "journal", begun_as)
+            output = cls(root, journal)
             remove_temporaries(root)
+            if not journal.continued:
+                output._remove_parts()
             try:
                 yield output
             except BaseException:
@@ -164,6 +169,15 @@ class OutputDirectory:
         with replacing(self.root / path) as temporary:
             yield temporary
 
+    def partial(self, name: str) -> Path:
+        """Where a file is put together that arrives in parts; a later run may continue it."""
+        return self.root / PARTIAL_NAME / f"{name}{_PART}"
+
+    def adopt(self, partial: Path, path: str) -> None:
+        """Give such a file, complete and durable, its final name."""
+        with storage_errors(self.root / path):
+            os.rename(partial, self.root / path)
+
     def write(self, path: str, content: bytes) -> None:
         """Write a small file."""
         replace_file(self.root / path, content)
@@ -193,11 +207,20 @@ class OutputDirectory:
 
     def _leave(self, *, done: bool) -> None:
         """Drop the journal once it has served, and every trace of a run that finished no file."""
-        if done or not self._journal.finished:
+        if done or not (self._journal.finished or self._parts()):
+            self._remove_parts()
             self._journal.remove()
             for directory in reversed(self._made):
                 with suppress(OSError):  # it holds something by now
                     directory.rmdir()
+
+    def _parts(self) -> list[Path]:
+        return list((self.root / PARTIAL_NAME).glob(f"*{_PART}"))
+
+    def _remove_parts(self) -> None:
+        with storage_errors(self.root):
+            for part in self._parts():
+                part.unlink()
 
 
 def remove_temporaries(root: Path) -> None:

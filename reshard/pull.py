@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet
-from reshard.copy import bundle_task, default_jobs, run_tasks
+from reshard.copy import bundle_task, run_tasks
 from reshard.errors import BundleError, OutputError, quoted
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
-from reshard.manifest import MANIFEST_NAME, Manifest
+from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
 from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.progress import Progress, Silent
 from reshard.source import LocalSource
 
 
 def pull(
-    out: str | Path,
+    out: BundleSet | str | Path,
     dest: str | Path,
     stages: Sequence[int],
     *,
@@ -25,23 +26,26 @@ def pull(
 ) -> Outcome:
     """Make `dest` a flat model directory with the given stages of the set `out`.
 
-    Stages of the same set that are there already stay.
+    out: an opened set, a directory, or, as text, `org/name[@revision]` on the Hub. Stages of the
+    same set that are in `dest` already stay. jobs: files at a time, or requests to the Hub.
 
-    Files are linked where the file system allows it, else copied and checked against the
-    manifest. Raises `BundleError` where the set lacks a stage or a file, or a file is not what the
+    Local files are linked where the file system allows it, else copied and checked against the
+    manifest; files of the Hub are fetched, and checked as they arrive. A run that was killed is
+    continued by the next. Raises `HubError`, and `BundleError` where the set lacks a stage or a file, or a file is not what the
     manifest says; `UsageError` and `OutputError` where `dest` cannot be used; `StorageError`.
     """
-    bundle = BundleSet.open(out)
-    bundle.check_side_files()
+    bundle = out if isinstance(out, BundleSet) else BundleSet.open(out)
     root = Path(dest)
-    check_apart(root, bundle.source.root)
+    if isinstance(bundle.source, LocalSource):
+        check_apart(root, bundle.source.root)
     check_usable(root)
+    bundle.check_side_files()
     absent = sorted(set(stages) - set(bundle.manifest.present))
     if absent:
         raise BundleError(
-            f"stages {', '.join(map(str, absent))} are not in {quoted(str(bundle.source.root))}; "
+            f"stages {', '.join(map(str, absent))} are not in {bundle.where}; "
             f"it has {', '.join(map(str, bundle.manifest.present))}",
-            hint="split these stages first: reshard split ... --stage K",
+            hint="split these stages first: reshard split ... --stage K; for a repository, push them",
         )
     there = _pulled_set(root, bundle.manifest)
     untouched = not (root / PARTIAL_NAME).exists()
@@ -60,14 +64,19 @@ def pull(
         if lacking:
             raise BundleError(
                 f"{quoted(str(root))} lacks {lacking[0]} of a stage that it holds, and "
-                f"{quoted(str(bundle.source.root))} does not have it either",
+                f"{bundle.where} does not have it either",
                 hint="pull that stage again from a set that has it, or use another directory",
             )
+        tasks = [
+            replace(bundle_task(bundle, file.name, file.name), stage=stage)
+            for file, stage in _with_stages(bundle.manifest, claimed)
+            if file.name in missing
+        ]
         done = run_tasks(
-            [bundle_task(bundle, name, name) for name in sorted(missing)],
+            tasks,
             source=bundle.source,
             output=output,
-            jobs=jobs or default_jobs(),
+            jobs=jobs,
             checksums=False,
             progress=progress or Silent(),
             label="pull",
@@ -95,6 +104,15 @@ def _missing(there: BundleSet | None, stages: Sequence[int], bundle: BundleSet) 
         or name not in claimed
         or not there.in_place("", {name: claimed[name].bytes})
     }
+
+
+def _with_stages(manifest: Manifest, stages: Sequence[int]) -> list[tuple[FileRecord, int]]:
+    """The files of `stages`, each once, with the first of these that has it."""
+    first: dict[str, tuple[FileRecord, int]] = {}
+    for stage in stages:
+        for file in manifest.stages[stage].files:
+            first.setdefault(file.name, (file, stage))
+    return list(first.values())
 
 
 def _pulled_set(root: Path, manifest: Manifest) -> BundleSet | None:

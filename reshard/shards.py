@@ -23,10 +23,9 @@ from reshard.header import DTYPE_BITS, SafetensorsHeader, TensorInfo
 from reshard.index import INDEX_NAME, WeightIndex, read_index
 from reshard.layout import ExpertForms
 from reshard.names import component_of, natural_key
-from reshard.source import Source, is_plain_name, read_header
+from reshard.source import WEIGHT_SUFFIXES, Source, is_plain_name, read_header
 
 _SHARD_OF = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})\.safetensors")
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 _FOREIGN_FORMATS = ("mlx", "flax", "tf")
 
 
@@ -104,7 +103,7 @@ def read_shards(
 def _read_all(source: Source, files: Sequence[str], shards: Shards) -> None:
     """Without an index, every file counts."""
     if not files:
-        others = [f for f in source.files() if f.endswith(_OTHER_WEIGHTS)]
+        others = [f for f in source.files() if f.endswith(WEIGHT_SUFFIXES)]
         raise CheckpointError(
             "there are no safetensors files here"
             + (f", only {quoted(others[0])}" if others else ""),
@@ -115,6 +114,7 @@ def _read_all(source: Source, files: Sequence[str], shards: Shards) -> None:
     for stem, total in sorted(series):
         names = (f"{stem}-{n:05d}-of-{total}.safetensors" for n in range(1, int(total) + 1))
         _require_files([name for name in names if name not in present])
+    source.prefetch_headers(files)
     for file in files:
         header = read_header(source, file)
         shards.headers.append(header)
@@ -132,6 +132,7 @@ def _read_indexed(source: Source, index: WeightIndex, shards: Shards, config: Mo
     _require_files([file for file in files if file not in present])
     _require_distinct(source, files)
     unlisted: list[TensorInfo] = []
+    source.prefetch_headers(files)
     for file in files:
         header = read_header(source, file)
         shards.headers.append(header)
@@ -246,7 +247,9 @@ def _require_distinct(source: Source, files: Iterable[str]) -> None:
     folded: dict[str, str] = {}
     for file in files:
         other = folded.setdefault(file.casefold(), file)
-        if other != file and source.stamp(other) == source.stamp(file):
+        if other == file or source.local_path(file) is None:
+            continue
+        if source.stamp(other) == source.stamp(file):
             raise CheckpointError(
                 f"the index names {quoted(other)} and {quoted(file)}, which are the same file here",
                 hint="copy the checkpoint to a case-sensitive file system",

@@ -36,6 +36,9 @@ _SAMPLE_ALL_BELOW = 65536
 STAGE_DIRECTORY = re.compile(r"stage-[0-9]{2,}-of-[0-9]{2,}")
 """The directories of a set, see `bundle.stage_directory`."""
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
+"""How the names of files end that hold weights, of whatever format."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -80,10 +83,22 @@ class Source(Protocol):
         """Exactly the bytes `begin` to `end`."""
 
     def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        """The bytes of all ranges, one after the other, in pieces of up to `CHUNK` bytes.
+        """The bytes of all ranges, one after the other, in pieces of `CHUNK` bytes.
 
-        A piece is valid until the next one is asked for.
+        The last piece may be shorter. A piece is valid until the next one is asked for.
         """
+
+    def fetch(self, wanted: Range) -> Iterator[bytes | memoryview]:
+        """The bytes of one range, in pieces of any length: one request where the source is far."""
+
+    def holds(self, path: str, size: int | None = None) -> bool:
+        """Whether a file is there, and of this size; nothing is read."""
+
+    def local_path(self, file: str) -> Path | None:
+        """Where a file lies on this machine; None where reading it is a transfer."""
+
+    def prefetch_headers(self, files: Sequence[str]) -> None:
+        """The headers of these files are read next; a far source fetches them all at once."""
 
     def published_sha256(self, file: str) -> str | None:
         """The checksum that the publisher gave for a file, where it is on record."""
@@ -101,7 +116,8 @@ class LocalSource:
         self.root = root
         with storage_errors(root):
             if not root.is_dir():
-                raise missing_directory(root, CheckpointError)
+                hint = "give the directory of a checkpoint, or org/name of one on the Hub"
+                raise missing_directory(root, CheckpointError, hint=hint)
             entries = sorted(os.scandir(root), key=lambda entry: entry.name)
             kinds = {entry.name: entry.is_dir() for entry in entries}
         self._directories = tuple(name for name, is_directory in kinds.items() if is_directory)
@@ -159,6 +175,19 @@ class LocalSource:
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
+
+    def fetch(self, wanted: Range) -> Iterator[bytes | memoryview]:
+        return self.read_many([wanted])
+
+    def holds(self, path: str, size: int | None = None) -> bool:
+        file = self.root / path
+        with storage_errors(file):
+            return file.is_file() and size in (None, file.stat().st_size)
+
+    def local_path(self, file: str) -> Path | None:
+        return self.root / file
+
+    def prefetch_headers(self, files: Sequence[str]) -> None: ...
 
     def published_sha256(self, file: str) -> str | None:
         """In a Hugging Face cache, a weight file is a link to a blob named by its sha256."""

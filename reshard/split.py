@@ -10,13 +10,15 @@ from typing import Any
 
 from reshard.bundle import PARTIAL_NAME, BundleSet, stage_directory
 from reshard.canonical import FilePlan
-from reshard.copy import FileTask, bundle_task, default_jobs, run_tasks
+from reshard.card import CARD_NAME, MAX_CARD, read_license
+from reshard.copy import bundle_task, run_tasks
 from reshard.errors import OutputError, quoted
 from reshard.finish import Outcome, finish_directory, side_bytes
 from reshard.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     EngineFacts,
+    LicenseFacts,
     Manifest,
     PartitionFacts,
     SideFile,
@@ -26,6 +28,7 @@ from reshard.output import OutputDirectory, check_apart, check_usable
 from reshard.plan import ReshardPlan
 from reshard.progress import Progress, Silent
 from reshard.source import LocalSource, Range, Source, sha256_of
+from reshard.tasks import FileTask
 from reshard.version import __version__
 
 
@@ -70,7 +73,7 @@ def split(
             run_tasks,
             source=source,
             output=output,
-            jobs=jobs or default_jobs(),
+            jobs=jobs,
             checksums=checksums,
             progress=progress or Silent(),
             more_bytes=side_bytes(manifest, len(wanted) + 1),
@@ -110,8 +113,11 @@ def plan_manifest(plan: ReshardPlan) -> Manifest:
             repo=origin.get("repo"),
             commit=origin.get("commit"),
             fingerprint=checkpoint.fingerprint(),
+            license=_license(checkpoint.source),
         )
     stamps = {h.file: checkpoint.source.stamp(h.file) for h in checkpoint.headers}
+    if source.commit is not None:  # which cannot change, so only a cache has its own times
+        stamps = {file: stamp._replace(mtime_ns=0) for file, stamp in stamps.items()}
     return Manifest(
         format_version=FORMAT_VERSION,
         tool_version=__version__,
@@ -141,9 +147,12 @@ def _finished_set(root: Path, manifest: Manifest) -> BundleSet | None:
         )
     differences = current.differences(manifest)
     if differences:
+        hint = "choose another output directory"
+        origin = current.source
+        if differences == ["source"] and origin.repo and origin.commit != manifest.source.commit:
+            hint += f", or add to this one from SOURCE {origin.repo}@{origin.commit}"
         raise OutputError(
-            f"{where} holds another set; it differs in {', '.join(differences)}",
-            hint="choose another output directory",
+            f"{where} holds another set; it differs in {', '.join(differences)}", hint=hint
         )
     if current.local != manifest.local:
         raise OutputError(
@@ -163,7 +172,12 @@ def _is_complete(current: BundleSet, asked: set[int]) -> bool:
 def _begun_as(plan: ReshardPlan, manifest: Manifest) -> dict[str, Any]:
     """What a run must share with the one whose work it continues."""
     source = plan.checkpoint.source
-    stamps = {f"state of {h.file}": list(source.stamp(h.file)) for h in plan.checkpoint.headers}
+    state: dict[str, Any]
+    if "commit" in source.origin:  # then nothing changes but whether a cache has it
+        state = {"commit": source.origin["commit"]}
+    else:
+        headers = plan.checkpoint.headers
+        state = {f"state of {h.file}": list(source.stamp(h.file)) for h in headers}
     return {
         "command": "split",
         "engine": plan.engine.name,
@@ -171,8 +185,8 @@ def _begun_as(plan: ReshardPlan, manifest: Manifest) -> dict[str, Any]:
         "exclusions": [exclusion.name for exclusion in plan.excluded],
         "replicas": [list(stage.replicas) for stage in plan.stages],
         "source": manifest.source.fingerprint,
+        **state,
         "set": manifest.set_id,
-        **stamps,
     }
 
 
@@ -196,7 +210,8 @@ def _tasks(
         targets = [stage for stage in holders if stage in wanted and stage not in there]
         if targets and not there:
             there = [targets.pop(0)]
-            new.append(_new_task(plan, path(there[0], file), file))
+            task = _new_task(plan, path(there[0], file), file)
+            new.append(replace(task, stage=there[0]))
         for stage in targets:
             twin = root / path(there[0], file)
             replicas.append(FileTask(path(stage, file), file.size, same_as=twin))
@@ -227,6 +242,14 @@ def _index(plan: ReshardPlan, paths: dict[str, str]) -> tuple[dict[str, str], in
     files = [(file, paths[file.name]) for file in plan.files().values() if file.name in paths]
     weight_map = {tensor.name: path for file, path in files for tensor in file.tensors}
     return weight_map, sum(file.tensor_bytes for file, _ in files)
+
+
+def _license(source: Source) -> LicenseFacts | None:
+    """What the model card of a source, which does not go along, says of the license."""
+    if CARD_NAME not in source.files():
+        return None
+    size = min(source.stamp(CARD_NAME).size, MAX_CARD)
+    return read_license(source.read(CARD_NAME, 0, size).decode("utf-8", "replace"))
 
 
 def _side_file(source: Source, name: str) -> SideFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -11,8 +11,14 @@ from threading import Event
 from reshard.bundle import BundleSet, stage_directory
 from reshard.checkpoint import Checkpoint, open_checkpoint, read_config
 from reshard.compare import check_source
-from reshard.copy import default_jobs, in_parallel, watched
-from reshard.errors import CheckpointError, PlanError, ReshardError, quoted, storage_errors
+from reshard.errors import (
+    BundleError,
+    CheckpointError,
+    PlanError,
+    ReshardError,
+    quoted,
+    storage_errors,
+)
 from reshard.header import SafetensorsHeader
 from reshard.index import INDEX_NAME, parse_index
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest, SideFile
@@ -22,6 +28,7 @@ from reshard.placement import minimum_first_layers, place
 from reshard.progress import Progress, Silent
 from reshard.report import Problem, Report, WeightFile
 from reshard.source import STAGE_DIRECTORY, LocalSource, Range, sha256_of
+from reshard.tasks import default_jobs, in_parallel, watched
 
 
 def verify(
@@ -49,7 +56,7 @@ def verify(
         if write_checksums:
             remove_temporaries(root)
             bundle = BundleSet.open(root)  # as it is now that nobody else writes it
-        return _verify(
+        problems, sha256 = _examine(
             bundle,
             original,
             engine,
@@ -57,31 +64,9 @@ def verify(
             jobs or default_jobs(),
             progress or Silent(),
         )
-
-
-def _verify(
-    bundle: BundleSet,
-    source: Checkpoint | None,
-    engine: str | None,
-    write_checksums: bool,
-    jobs: int,
-    progress: Progress,
-) -> Report:
-    problems: list[Problem] = []
-    weights = _check_files(bundle, problems)
-    for directory in _directories(bundle):
-        problems += _check_directory(bundle, directory, weights)
-    problems += _check_tensors(bundle, weights)
-    if engine is not None:
-        problems += _check_engine(bundle, engine)
-    records = {file.path: file.record for file in weights}
-    to_hash = [p for p, record in records.items() if write_checksums or record.sha256 is not None]
-    sha256 = _check_hashes(bundle, to_hash, records, problems, jobs, progress)
-    if source is not None:
-        problems += check_source(bundle, weights, source, jobs, progress)
-    manifest = bundle.manifest
-    if write_checksums and not problems:
-        manifest = _write_checksums(bundle, sha256)
+        manifest = bundle.manifest
+        if write_checksums and not problems:
+            manifest = _write_checksums(bundle, sha256)
     files = manifest.files().values()
     return Report(
         stages=len(manifest.present),
@@ -91,6 +76,57 @@ def _verify(
         unhashed=sum(file.sha256 is None for file in files),
         problems=tuple(problems),
     )
+
+
+def proved_sha256(
+    bundle: BundleSet, stages: Collection[int], *, jobs: int | None, progress: Progress
+) -> dict[str, str]:
+    """sha256 of every weight file of `stages`, by name, once they are proved to be whole.
+
+    Raises `BundleError` where anything is wrong with them.
+    """
+    parts = [bundle]
+    directories = {stage: bundle.directory_of(stage) for stage in stages}
+    if set(stages) != set(bundle.manifest.present) and all(directories.values()):
+        parts = [BundleSet.open(bundle.root / directory) for directory in directories.values()]
+    sha256: dict[str, str] = {}
+    problems: list[Problem] = []
+    for part in parts:
+        found, hashes = _examine(part, None, None, True, jobs or default_jobs(), progress)
+        problems += found
+        sha256 |= hashes
+    if problems:
+        first = problems[0]
+        raise BundleError(
+            f"{bundle.where} is not whole: {quoted(first.file)}: {first.problem} "
+            f"({len(problems)} problems in all)",
+            hint=f"reshard verify {bundle.where} lists them",
+        )
+    return sha256
+
+
+def _examine(
+    bundle: BundleSet,
+    source: Checkpoint | None,
+    engine: str | None,
+    hash_all: bool,
+    jobs: int,
+    progress: Progress,
+) -> tuple[list[Problem], dict[str, str]]:
+    """What is wrong with a set, and the sha256 of its files: of all, or of those that record one."""
+    problems: list[Problem] = []
+    weights = _check_files(bundle, problems)
+    for directory in _directories(bundle):
+        problems += _check_directory(bundle, directory, weights)
+    problems += _check_tensors(bundle, weights)
+    if engine is not None:
+        problems += _check_engine(bundle, engine)
+    records = {file.path: file.record for file in weights}
+    to_hash = [path for path, record in records.items() if hash_all or record.sha256 is not None]
+    sha256 = _check_hashes(bundle, to_hash, records, problems, jobs, progress)
+    if source is not None:
+        problems += check_source(bundle, weights, source, jobs, progress)
+    return problems, sha256
 
 
 def _check_files(bundle: BundleSet, problems: list[Problem]) -> list[WeightFile]:
@@ -128,9 +164,9 @@ def _check_directory(
 ) -> Iterator[Problem]:
     """Index, side files, manifest, and what does not belong: of the set or of one stage in it."""
     prefix = f"{directory}/" if directory else ""
-    if directory and (bundle.source.root / directory).is_symlink():
+    if directory and (bundle.root / directory).is_symlink():
         yield Problem(directory, "is a link; reshard makes directories")
-    here = LocalSource(bundle.source.root / directory)
+    here = LocalSource(bundle.root / directory)
     manifest = bundle.manifest
     stages = [s for s in manifest.present if directory in ("", bundle.directory_of(s))]
     paths: dict[str, str] = {}
@@ -254,8 +290,8 @@ def _check_hashes(
     source = bundle.source
     twins: dict[tuple[int, int], list[str]] = {}
     for path in paths:
-        with storage_errors(source.root / path):
-            status = os.stat(source.root / path)
+        with storage_errors(bundle.root / path):
+            status = os.stat(bundle.root / path)
         twins.setdefault((status.st_dev, status.st_ino), []).append(path)
     progress.start("verify", sum(records[same[0]].bytes for same in twins.values()))
 
@@ -278,7 +314,7 @@ def _check_hashes(
 def _write_checksums(bundle: BundleSet, sha256: Mapping[str, str]) -> Manifest:
     """Record checksums in the manifests of the set and of its stages; the root's one last."""
     for directory in reversed(_directories(bundle)):
-        root = bundle.source.root / directory
+        root = bundle.root / directory
         own = BundleSet.open(root).manifest
         own = own.seen_from(own.present, sha256, root=own.local is not None)
         replace_file(root / MANIFEST_NAME, own.to_bytes())

@@ -12,6 +12,11 @@ from typing import NamedTuple
 import pytest
 from hypothesis import settings
 
+# Before anything imports huggingface_hub: no test speaks to the Hub, or to somebody's cache.
+os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent/huggingface"}
+for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
+    os.environ.pop(name, None)
+
 from reshard.cli import main
 
 REPOSITORY = Path(__file__).parent.parent

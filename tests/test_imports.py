@@ -20,6 +20,7 @@ ALLOWED = {
     "rich": ("display.py",),
     "tqdm": ("display.py",),
     "huggingface_hub": ("hub.py",),
+    "yaml": ("card.py",),
     "torch": ("runtime/", "integrations/"),
     "safetensors": ("runtime/", "integrations/"),
     "transformers": ("runtime/stage.py",),

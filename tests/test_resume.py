@@ -36,8 +36,10 @@ def kill_when(process: subprocess.Popen[str], condition: Callable[[], bool]) -> 
 
 
 def finished_files(out: Path) -> int:
-    journal = out / ".reshard-partial" / "journal"
-    return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
+    try:
+        return (out / ".reshard-partial" / "journal").read_bytes().count(b"\n") - 1
+    except FileNotFoundError:  # not yet, or not any more
+        return 0
 
 
 def journal_lines(out: Path) -> list[bytes]:

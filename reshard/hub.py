@@ -1,0 +1,430 @@
+"""The Hugging Face Hub, as reshard uses it; the only module that imports huggingface_hub.
+
+Tokens, endpoint, cache and offline mode are huggingface_hub's: HF_TOKEN, HF_ENDPOINT, HF_HOME,
+HF_HUB_OFFLINE. Every failure becomes a `HubError`, in words that hold no token and no signed address.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_session,
+    get_token,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
+    build_hf_headers,
+    hf_raise_for_status,
+)
+
+from reshard.errors import HubConflictError, HubError, UsageError, printable, quoted
+from reshard.reference import HubReference
+from reshard.version import __version__
+
+_ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
+"""What the library's HTTP client (httpx2, in older releases httpx) raises, whichever it is."""
+
+_TRIES = 6
+_LONGEST_WAIT = 30.0
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
+_TOKEN = re.compile(r"\b(hf|api_org)_\w{4,}")
+
+_log = logging.getLogger("reshard")
+_api = HfApi(library_name="reshard", library_version=__version__)
+_T = TypeVar("_T")
+
+
+class HubFile(NamedTuple):
+    """A file of a repository. `sha256` is None for small files, which are in git itself."""
+
+    size: int
+    sha256: str | None
+    blob_id: str
+
+
+class _CutShort(Exception):
+    """A reply ended before its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model repository as it is at one commit."""
+
+    reference: HubReference
+    commit: str
+
+    @classmethod
+    def pin(cls, reference: HubReference) -> Repository:
+        """The repository at the commit that its revision names now.
+
+        Raises `HubUnreachableError` where nobody answers, `HubError` where the answer is no.
+        """
+        with _translated(reference):
+            info = _retried(
+                lambda: _api.model_info(
+                    reference.repo,
+                    revision=reference.revision,
+                    timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                ),
+                unreachable=False,
+            )
+        assert info.sha is not None, "the library asks for it"
+        return cls(reference, info.sha)
+
+    def files(self) -> dict[str, HubFile]:
+        """All files of the repository, by path."""
+
+        def list_tree() -> dict[str, HubFile]:
+            tree = _api.list_repo_tree(self.reference.repo, recursive=True, revision=self.commit)
+            return {
+                entry.path: HubFile(
+                    entry.lfs.size if entry.lfs else entry.size,
+                    entry.lfs.sha256 if entry.lfs else None,
+                    entry.blob_id,
+                )
+                for entry in tree
+                if isinstance(entry, RepoFile)
+            }
+
+        with _translated(self.reference):
+            return _retried(list_tree)
+
+    def cached(self, path: str) -> Path | None:
+        """Where the library's cache holds a file of this commit."""
+        found = try_to_load_from_cache(self.reference.repo, path, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
+
+    def stream(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
+        """The bytes `begin` to `end` of a file of `size` bytes, in pieces of any length.
+
+        What breaks off is taken up again where it stopped. Raises `HubError` for a reply that is
+        not exactly what was asked for, and where retrying does not help.
+        """
+        with _translated(self.reference, path):
+            patience = Patience()
+            while begin < end:
+                try:
+                    for piece in self._request(path, begin, end, size):
+                        begin += len(piece)
+                        patience.renew()
+                        yield piece
+                except (_ClientError, _CutShort) as error:
+                    patience.spend(error)
+
+    def _request(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
+        url = hf_hub_url(self.reference.repo, path, revision=self.commit)
+        headers = build_hf_headers(library_name="reshard", library_version=__version__)
+        headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", url, headers=headers, timeout=timeout) as reply:
+            hf_raise_for_status(reply)
+            expected = f"bytes {begin}-{end - 1}/{size}"
+            found = reply.headers.get("Content-Range")
+            if reply.status_code != 206 or found != expected:
+                raise HubError(
+                    f"{self.reference}: {quoted(path)}: asked for {expected}, the server answered "
+                    f"{reply.status_code} with {quoted(str(found))}",
+                    hint="a proxy on the way may not pass range requests on; "
+                    "hf download fetches whole files instead",
+                )
+            left = end - begin
+            for piece in reply.iter_raw():
+                left -= len(piece)
+                if left < 0:
+                    raise HubError(f"{self.reference}: {quoted(path)}: more bytes than asked for")
+                yield piece
+            if left:
+                raise _CutShort(f"{left} bytes are missing")
+
+    def whole(self, path: str) -> bytes:
+        """The content of a small file."""
+
+        def get() -> bytes:
+            url = hf_hub_url(self.reference.repo, path, revision=self.commit)
+            headers = build_hf_headers(library_name="reshard", library_version=__version__)
+            reply = get_session().get(
+                url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+            )
+            hf_raise_for_status(reply)
+            return reply.content
+
+        with _translated(self.reference, path):
+            return _retried(get)
+
+
+def cached_snapshot(reference: HubReference) -> Path | None:
+    """The directory of the library's cache that holds a repository, if there is one."""
+    try:
+        return Path(
+            snapshot_download(reference.repo, revision=reference.revision, local_files_only=True)
+        )
+    except LocalEntryNotFoundError as error:
+        # An incomplete snapshot: opening it says which file is missing.
+        path: str | None = getattr(error, "snapshot_path", None)
+        return Path(path) if path else None
+    except HFValidationError:
+        return None
+
+
+def open_for_push(reference: HubReference, *, private: bool) -> Repository:
+    """The repository and branch that a push goes to, created where they do not exist.
+
+    A new branch begins at the repository's first commit: empty, as branches of other sets should.
+    """
+    with suppress(_Missing):
+        return Repository.pin(reference)
+    repo, revision = reference.repo, reference.revision
+    with _translated(reference, writing=True):
+        _retried(lambda: _api.create_repo(repo, private=private or None, exist_ok=True))
+        if revision is not None:
+            first = _retried(lambda: _api.list_repo_commits(repo))[-1].commit_id
+            _retried(
+                lambda: _api.create_branch(repo, branch=revision, revision=first, exist_ok=True)
+            )
+    return Repository.pin(reference)
+
+
+class Draft:
+    """A commit in the making, on top of `parent`. It is published whole, or nothing is.
+
+    The library's operations remember what the Hub held when they were made: after a conflict, a new
+    draft is needed.
+    """
+
+    def __init__(self, parent: Repository, *, create_pr: bool, patience: Patience) -> None:
+        self.parent = parent
+        self._patience = patience
+        self._create_pr = create_pr
+        self._operations: list[
+            CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
+        ] = []
+
+    def add(self, files: Mapping[str, Path | bytes]) -> None:
+        """Send files; what the Hub has already is not sent again."""
+        operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+        reference = self.parent.reference
+        with _translated(reference, writing=True):
+            _retried(
+                lambda: _api.preupload_lfs_files(
+                    reference.repo,
+                    operations,
+                    revision=reference.revision,
+                    create_pr=self._create_pr,
+                    free_memory=False,
+                )
+            )
+        self._operations += operations
+
+    def copy(self, path: str, twin: str) -> None:
+        """Give a file the content of another one that the parent holds; nothing is sent."""
+        copy = CommitOperationCopy(twin, path, src_revision=self.parent.commit)
+        self._operations.append(copy)
+
+    def delete(self, path: str) -> None:
+        self._operations.append(CommitOperationDelete(path))
+
+    def publish(self, title: str) -> tuple[Repository, str | None]:
+        """Make the commit: the repository as it is then, and the address of the pull request.
+
+        Raises `HubConflictError` where the branch is no longer at the parent, or the reply was
+        lost, maybe after the commit was made: then only reading the repository again can tell.
+        """
+        reference = self.parent.reference
+        with _translated(reference, writing=True):
+            try:
+                made = _api.create_commit(
+                    reference.repo,
+                    self._operations,
+                    commit_message=title,
+                    revision=reference.revision,
+                    parent_commit=self.parent.commit,
+                    create_pr=self._create_pr,
+                )
+            except _ClientError as error:
+                if self._create_pr:  # a second try could open a second pull request
+                    raise
+                self._patience.spend(error)
+                raise HubConflictError(f"{reference}: no answer to a commit") from None
+        return Repository(reference, made.oid), made.pr_url
+
+
+class _Missing(HubError):
+    """There is no such repository or revision, or it is hidden from this token."""
+
+
+class HubUnreachableError(HubError):
+    """Nobody answers: no network, or offline mode."""
+
+
+class Patience:
+    """How often to try again, and how long to wait before."""
+
+    def __init__(self) -> None:
+        self._left = _TRIES - 1
+
+    def renew(self) -> None:
+        """Something arrived: failures before it do not count."""
+        self._left = _TRIES - 1
+
+    def spend(self, error: Exception) -> None:
+        """Wait, or raise the error where waiting does not help."""
+        response = getattr(error, "response", None)
+        if response is not None and response.status_code not in _TRANSIENT:
+            raise error
+        if not self._left:
+            raise error
+        self._left -= 1
+        wait = _asked_wait(response.headers) if response is not None else None
+        if wait is None:
+            backoff = min(_LONGEST_WAIT, 2.0 ** (_TRIES - 2 - self._left))
+            wait = backoff * random.uniform(0.5, 1.0)  # so that many nodes do not return at once
+        why = f"the Hub answers {response.status_code}" if response is not None else _reason(error)
+        _log.warning("%s; trying again in %.0f s", why, wait)
+        time.sleep(wait)
+
+
+def _asked_wait(headers: Mapping[str, str]) -> float | None:
+    """The seconds that a reply asks to wait; None where it does not say."""
+    used_up = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})", headers.get("RateLimit", ""))
+    if used_up:
+        return float(used_up[1])
+    asked = headers.get("Retry-After", "").strip()
+    return float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else None
+
+
+def _retried(call: Callable[[], _T], *, unreachable: bool = True) -> _T:
+    """The result of a call that changes nothing when repeated. `unreachable`: wait for the network."""
+    patience = Patience()
+    while True:
+        try:
+            return call()
+        except _ClientError as error:
+            if not unreachable and not isinstance(error, HfHubHTTPError):
+                raise
+            patience.spend(error)
+
+
+@contextmanager
+def _translated(
+    reference: HubReference, path: str | None = None, *, writing: bool = False
+) -> Iterator[None]:
+    """Turn what the library raises into a `HubError` in our own words."""
+    what = str(reference) if path is None else f"{reference}: {quoted(path)}"
+    login = "log in with hf auth login, or set HF_TOKEN"
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise HubUnreachableError(
+            f"{what}: offline mode is on, and the cache does not have it",
+            hint="unset HF_HUB_OFFLINE, or download it into the cache while online",
+        ) from None
+    except HFValidationError:
+        raise UsageError(f"{what}: this cannot be the name of a repository") from None
+    except LocalTokenNotFoundError:
+        raise HubError(f"{what}: a token is needed", hint=login) from None
+    except GatedRepoError:
+        raise HubError(
+            f"{what}: access is gated",
+            hint=f"ask for it at {constants.ENDPOINT}/{reference.repo}, then {login}",
+        ) from None
+    except RevisionNotFoundError:
+        raise _Missing(
+            f"{what}: the repository has no such revision",
+            hint="give a branch, a tag or a commit: org/name@revision",
+        ) from None
+    except RepositoryNotFoundError as error:
+        if error.response.status_code == 401 and writing:
+            raise HubError(f"{what}: a token is needed", hint=login) from None
+        raise _Missing(
+            f"{what}: {constants.ENDPOINT} has no such repository, or hides it from you",
+            hint=f"check the name; for a private repository, {login}",
+        ) from None
+    except EntryNotFoundError:
+        raise HubError(f"{what}: the repository has no such file") from None
+    except HfHubHTTPError as error:
+        raise _refusal(error, what, reference, writing) from None
+    except _ClientError as error:
+        raise HubUnreachableError(
+            f"{what}: cannot reach {constants.ENDPOINT}: {_reason(error)}",
+            hint="check the network, proxy and HF_ENDPOINT; then run the same command again",
+        ) from None
+    except _CutShort as error:
+        raise HubError(
+            f"{what}: the connection breaks off again and again: {error}",
+            hint="run the same command again; it continues where it stopped",
+        ) from None
+
+
+def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing: bool) -> HubError:
+    """The error for a reply of another status than success."""
+    status = error.response.status_code
+    said = _redacted(error.server_message or "")
+    if status == 401:
+        return HubError(
+            f"{what}: the token is not valid", hint="log in with hf auth login, or set HF_TOKEN"
+        )
+    if status == 403:
+        need = (
+            f"the token needs the role write, or write access to the contents of {reference.repo}"
+            if writing
+            else "the token may not read this"
+        )
+        return HubError(
+            f"{what}: permission refused: {said or 'no reason given'}",
+            hint=f"{need}; see {constants.ENDPOINT}/settings/tokens",
+        )
+    if status in (409, 412):
+        return HubConflictError(
+            f"{what}: somebody else changed the repository meanwhile",
+            hint="run the same command again",
+        )
+    if status == 429:
+        return HubError(
+            f"{what}: too many requests",
+            hint="wait some minutes and run the same command again; a token raises the limit",
+        )
+    return HubError(
+        f"{what}: the Hub answers {status}: {said or 'no reason given'}",
+        hint="run the same command again later" if status >= 500 else None,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What a failure of the connection says; never an address, which could be signed."""
+    text = _redacted(str(error) or type(error).__name__)
+    return "no answer" if "://" in text else text
+
+
+def _redacted(text: str) -> str:
+    """Text of the Hub, on one line, without tokens."""
+    token = get_token()
+    text = text.replace(token, "***") if token else text
+    return quoted(printable(" ".join(_TOKEN.sub("***", text).split())))

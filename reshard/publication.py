@@ -1,0 +1,260 @@
+"""What a repository holds, and what has to change in it so that it holds a set of bundles."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.bundle import BundleSet, stage_directory
+from reshard.card import CARD_NAME, is_ours, model_card
+from reshard.errors import BundleError, HubError, listed, storage_errors
+from reshard.hub_source import HubSource, blob_sha1
+from reshard.index import INDEX_NAME, encode_index, parse_index
+from reshard.manifest import MANIFEST_NAME, Manifest
+from reshard.reference import HubReference
+from reshard.source import WEIGHT_SUFFIXES, read_json
+
+if TYPE_CHECKING:
+    from reshard.hub import HubFile, Repository
+
+_NEVER_DELETED = (CARD_NAME, ".gitattributes", ".gitignore")
+_ELSEWHERE = "choose another repository, or another branch of this one with --revision"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A file as it should be in the repository: a local one, or bytes."""
+
+    data: Path | bytes = field(repr=False)
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Content:
+        return cls(data, len(data), hashlib.sha256(data).hexdigest())
+
+    def equals(self, file: HubFile) -> bool:
+        """Whether the repository's file is this one; small files have git's checksum only."""
+        if file.size != self.size:
+            return False
+        if file.sha256 is not None:
+            return file.sha256 == self.sha256
+        if isinstance(self.data, bytes):
+            return file.blob_id == blob_sha1(self.data)
+        with storage_errors(self.data):
+            return file.blob_id == blob_sha1(self.data.read_bytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a commit has to do. `copies` maps paths to others of the parent with the same content."""
+
+    adds: Mapping[str, Content]
+    copies: Mapping[str, str]
+    deletes: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.adds or self.copies or self.deletes)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the repository holds: its files, and the set that its reshard.json describes."""
+
+    source: HubSource
+    files: Mapping[str, HubFile]
+    manifest: Manifest | None
+
+    @classmethod
+    def read(cls, repository: Repository) -> Held:
+        """Raises `HubError` where there is a reshard.json that cannot be read."""
+        files = repository.files()
+        source = HubSource(repository, files)
+        if MANIFEST_NAME not in files:
+            return cls(source, files, None)
+        try:
+            raw = read_json(source, MANIFEST_NAME, BundleError)
+            return cls(source, files, Manifest.parse(raw, MANIFEST_NAME))
+        except BundleError as error:
+            raise HubError(
+                f"{repository.reference}: the set that it holds cannot be read: {error.message}",
+                hint=error.hint or _ELSEWHERE,
+            ) from None
+
+    def require_room(self, manifest: Manifest, *, adding_only: bool) -> None:
+        """Raise `HubError` unless this revision holds no weights but those of a set of reshard.
+
+        adding_only: and unless that set is the one of `manifest`.
+        """
+        ours = set(paths_of(self.manifest)) if self.manifest else set()
+        foreign = [
+            path for path in self.files if path.endswith(WEIGHT_SUFFIXES) and path not in ours
+        ]
+        where = self.source.name
+        if foreign:
+            raise HubError(
+                f"{where} holds {len(foreign)} weight files that no reshard.json there names:"
+                f"{listed(sorted(foreign))}",
+                hint=_ELSEWHERE,
+            )
+        if adding_only and self.manifest and self.manifest.set_id != manifest.set_id:
+            raise HubError(
+                f"{where} holds another set; it differs in "
+                f"{', '.join(self.manifest.differences(manifest))}",
+                hint=f"without --stage, push replaces it; or {_ELSEWHERE}",
+            )
+
+
+class LocalStages:
+    """The stages to push, proved: their checksums, and which tensors each of their files holds."""
+
+    def __init__(self, bundle: BundleSet, stages: Sequence[int], sha256: Mapping[str, str]) -> None:
+        self.bundle = bundle
+        self.stages = stages
+        self.sha256 = sha256
+        self.paths: dict[tuple[int, str], Path] = {}
+        self.tensors: dict[str, list[str]] = {}
+        for stage in stages:
+            for file in bundle.manifest.stages[stage].files:
+                path = bundle.path_of(stage, file.name)
+                self.paths[stage, file.name] = bundle.root / path
+                if file.name not in self.tensors:
+                    header = bundle.header(path, file)
+                    self.tensors[file.name] = [tensor.name for tensor in header.tensors]
+
+
+def plan_change(files: Mapping[str, Content], manifest: Manifest, held: Held) -> Change:
+    """What puts `files` into the repository and removes what its old manifest alone speaks for."""
+    adds: dict[str, Content] = {}
+    copies: dict[str, str] = {}
+    twins = {file.sha256: path for path, file in held.files.items() if file.sha256 is not None}
+    for path, content in files.items():
+        there = held.files.get(path)
+        if there is not None and content.equals(there):
+            continue
+        twin = twins.get(content.sha256)
+        if twin is None:
+            adds[path] = content
+        else:
+            copies[path] = twin
+    old = set(paths_of(held.manifest)) if held.manifest else set()
+    deletes = old.intersection(held.files).difference(paths_of(manifest), _NEVER_DELETED)
+    return Change(adds, copies, sorted(deletes))
+
+
+def paths_of(manifest: Manifest) -> Iterator[str]:
+    """Every file of a repository that its manifest speaks for, once."""
+    directories = {
+        f"{stage_directory(stage, manifest.pp_size)}/": manifest.stages[stage].files
+        for stage in manifest.present
+    }
+    for directory, files in {"": (), **directories}.items():
+        yield from (directory + file.name for file in files)
+        yield from (directory + side.name for side in manifest.side_files)
+        yield directory + INDEX_NAME
+        yield directory + MANIFEST_NAME
+
+
+def wanted_files(local: LocalStages, held: Held) -> tuple[Manifest, dict[str, Content]]:
+    """The set as the repository will hold it, and the files of it that are known here.
+
+    Stages of the same set that the repository has and this push does not bring stay; their files
+    are proved to be there, for the root's index will name them.
+    """
+    ours = local.bundle.manifest
+    kept: tuple[int, ...] = ()
+    sha256: dict[str, str | None] = dict(local.sha256)
+    tensors = dict(local.tensors)
+    if held.manifest is not None and held.manifest.set_id == ours.set_id:
+        kept = tuple(stage for stage in held.manifest.present if stage not in local.stages)
+        _keep(kept, held, sha256, tensors)
+    manifest = ours.seen_from(tuple(sorted({*local.stages, *kept})), sha256, root=False)
+    files: dict[str, Content] = {}
+    for stage in local.stages:
+        directory = stage_directory(stage, ours.pp_size)
+        records = ours.stages[stage].files
+        for file in records:
+            path = local.paths[stage, file.name]
+            files[f"{directory}/{file.name}"] = Content(path, file.bytes, local.sha256[file.name])
+        seen = ours.seen_from((stage,), sha256, root=False)
+        _add_others(files, f"{directory}/", local.bundle, seen, tensors, lambda _, name: name)
+    _add_others(
+        files, "", local.bundle, manifest, tensors, lambda directory, name: f"{directory}/{name}"
+    )
+    return manifest, files
+
+
+def _add_others(
+    files: dict[str, Content],
+    prefix: str,
+    bundle: BundleSet,
+    manifest: Manifest,
+    tensors: Mapping[str, Sequence[str]],
+    path_of: Callable[[str, str], str],
+) -> None:
+    """What stands beside the weights of a directory: side files, index, manifest."""
+    for side in manifest.side_files:
+        files[prefix + side.name] = Content(bundle.root / side.name, side.bytes, side.sha256)
+    weight_map: dict[str, str] = {}
+    for stage in reversed(manifest.present):  # so that the lowest one that has a file counts
+        directory = stage_directory(stage, manifest.pp_size)
+        for file in manifest.stages[stage].files:
+            weight_map |= dict.fromkeys(tensors[file.name], path_of(directory, file.name))
+    total = sum(file.tensor_bytes for file in manifest.files().values())
+    files[prefix + INDEX_NAME] = Content.of(encode_index(weight_map, total))
+    files[prefix + MANIFEST_NAME] = Content.of(manifest.to_bytes())
+
+
+def _keep(
+    stages: Sequence[int],
+    held: Held,
+    sha256: dict[str, str | None],
+    tensors: dict[str, list[str]],
+) -> None:
+    """Add what the repository knows of stages that stay in it.
+
+    Raises `HubError` where one is not whole.
+    """
+    if not stages:
+        return
+    assert held.manifest is not None, "it has these stages"
+    bundle = BundleSet(held.source, held.manifest)
+    raw = read_json(held.source, INDEX_NAME, HubError) if INDEX_NAME in held.files else b"{}"
+    there: dict[str, list[str]] = {}
+    for name, path in parse_index(raw, INDEX_NAME, in_set=True, error=HubError).weight_map.items():
+        there.setdefault(path.rpartition("/")[2], []).append(name)
+    for stage in stages:
+        directory = stage_directory(stage, held.manifest.pp_size)
+        whole = bundle.complete(directory)
+        for file in held.manifest.stages[stage].files:
+            published = held.files.get(f"{directory}/{file.name}")
+            same = published is not None and (published.size, published.sha256) == (
+                file.bytes,
+                file.sha256,
+            )
+            names = tensors.setdefault(file.name, there.get(file.name, []))
+            whole = whole and same and len(names) == file.tensors
+            whole = whole and sha256.setdefault(file.name, file.sha256) == file.sha256
+        if not whole:
+            raise HubError(
+                f"{held.source.name}: stage {stage}, which is to stay there, is not whole",
+                hint=f"push it as well, in one run with the others: --stage {stage}",
+            )
+
+
+def add_card(
+    files: dict[str, Content], manifest: Manifest, reference: HubReference, held: Held
+) -> tuple[str, ...]:
+    """Add the model card, unless somebody else wrote the one that is there; then a note says so."""
+    if CARD_NAME in held.files:
+        card = held.source.read(CARD_NAME, 0, held.files[CARD_NAME].size)
+        if not is_ours(card.decode("utf-8", "replace")):
+            return (
+                f"{CARD_NAME} in the repository is not reshard's, or was edited: left as it is",
+            )
+    text = model_card(manifest, reference.repo, str(reference))
+    files[CARD_NAME] = Content.of(text.encode("utf-8"))
+    return ()
