@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOK
     os.environ.pop(name, None)
 
 from reshard.cli import main
+from tests.hub_server import HubServer
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -72,6 +74,53 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield run
     for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    """A Hub on loopback, empty."""
+    with HubServer(tmp_path / "hub-storage") as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Online:
+    """`reshard` in processes of its own, which speak to the Hub of a test.
+
+    `home` is their HF_HOME; keyword arguments are environment variables, None to unset one.
+    """
+
+    hub: HubServer
+    home: Path
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def __call__(self, *arguments: object, **variables: str | None) -> Result:
+        process = self.start(*arguments, **variables)
+        out, err = process.communicate(timeout=120)
+        return Result(process.returncode, out, err)
+
+    def start(self, *arguments: object, **variables: str | None) -> subprocess.Popen[str]:
+        changed = {**self.hub.environment(self.home), "COLUMNS": "200", **variables}
+        kept = {name: value for name, value in os.environ.items() if name not in changed}
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "reshard", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=kept | {name: value for name, value in changed.items() if value is not None},
+        )
+        self.running.append(process)
+        return process
+
+
+@pytest.fixture
+def online(hub: HubServer, tmp_path: Path) -> Iterator[Online]:
+    """Run `reshard` against the Hub of the test; what still runs at the end is killed."""
+    runner = Online(hub, tmp_path / "hf-home")
+    yield runner
+    for process in runner.running:
         process.kill()
         process.communicate()
 
