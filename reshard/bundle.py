@@ -26,10 +26,7 @@ PARTIAL_NAME = ".reshard-partial"
 """The directory in an unfinished output that holds its lock and its journal."""
 
 
-_WHAT_TO_GIVE = (
-    "give the output directory of reshard split or pull, one of its stages, or the repository "
-    "(org/name) of a set"
-)
+_WHAT_TO_GIVE = "give the output directory of reshard split or pull, or one of its stages"
 
 
 def stage_directory(stage: int, pp_size: int) -> str:
@@ -50,19 +47,24 @@ class BundleSet:
 
         Raises `BundleError` where there is none, `HubError`.
         """
+        hint = _WHAT_TO_GIVE
+        if not isinstance(path, Path):
+            hint += "; or org/name of a set on the Hub"
         reference = hub_reference(path)
         if reference is not None:
             source = open_hub(reference)
         elif Path(path).is_dir():
             source = LocalSource(Path(path))
         else:
-            raise missing_directory(Path(path), BundleError, hint=_WHAT_TO_GIVE)
+            if hub_reference(str(path)) is not None:
+                hint = f"if it is on the Hub, pull it first: reshard pull {path} NEW --stage all"
+            raise missing_directory(Path(path), BundleError, hint=hint)
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
                 raise unfinished(path)
             raise BundleError(
                 f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
-                hint=_WHAT_TO_GIVE,
+                hint=hint,
             )
         return cls.from_source(source)
 

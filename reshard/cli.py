@@ -410,10 +410,18 @@ def pull(
 
 
 class _Sayer(logging.Handler):
-    """Says on stderr what happens meanwhile: waiting for the Hub, reading from the cache."""
+    """Says on stderr what happens meanwhile: waiting for the Hub, reading from the cache.
+
+    Several connections that wait for the same reason say so once.
+    """
+
+    _said: tuple[str, float] = ("", 0.0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"note: {record.getMessage()}")
+        last, when = self._said
+        if record.msg != last or record.created - when > 1:
+            self._said = (record.msg, record.created)
+            say(f"note: {record.getMessage()}")
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class PartialFile:
         self._notes = output.partial(f"{task.name}.ranges")
         self._lock = Lock()
         self._file: BinaryIO | None = None
-        self._header, segments = _layout(task)
+        self._header, segments = layout(task)
         self._identity = _identity(task, self._header, segments, source)
         self.requests = plan_requests(remaining(segments, self._on_disk()))
         self.missing = sum(request.end - request.begin for request in self.requests)
@@ -95,7 +95,8 @@ class PartialFile:
 
         def pieces() -> Iterator[bytes | memoryview]:
             nonlocal arrived, noted
-            for piece in self._source.fetch(Range(request.file, request.begin, request.end)):
+            wanted = Range(request.file, request.begin, request.end)
+            for piece in self._source.fetch(wanted, stop):
                 if stop.is_set():
                     raise Stopped
                 yield piece
@@ -203,7 +204,7 @@ class PartialFile:
             self._notes.unlink(missing_ok=True)
 
 
-def _layout(task: FileTask) -> tuple[bytes, list[Segment]]:
+def layout(task: FileTask) -> tuple[bytes, list[Segment]]:
     """The header of a file, and where its other bytes come from."""
     if task.whole is not None:
         return b"", [Segment(task.whole, 0, task.size, 0)]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import random
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, TypeVar
 
 from huggingface_hub import (
@@ -54,6 +54,7 @@ _ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 _TRIES = 6
 _LONGEST_WAIT = 30.0
+_LONGEST_ASKED_WAIT = 600.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _TOKEN = re.compile(r"\b(hf|api_org)_\w{4,}")
 
@@ -94,7 +95,7 @@ class Repository:
                     revision=reference.revision,
                     timeout=constants.HF_HUB_ETAG_TIMEOUT,
                 ),
-                unreachable=False,
+                tries=3,  # where there is no network, people should not wait long to hear it
             )
         assert info.sha is not None, "the library asks for it"
         return cls(reference, info.sha)
@@ -122,14 +123,14 @@ class Repository:
         found = try_to_load_from_cache(self.reference.repo, path, revision=self.commit)
         return Path(found) if isinstance(found, str) else None
 
-    def stream(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
+    def stream(self, path: str, begin: int, end: int, size: int, stop: Event) -> Iterator[bytes]:
         """The bytes `begin` to `end` of a file of `size` bytes, in pieces of any length.
 
-        What breaks off is taken up again where it stopped. Raises `HubError` for a reply that is
+        What breaks off is taken up again where it stopped, unless `stop` is set. Raises `HubError` for a reply that is
         not exactly what was asked for, and where retrying does not help.
         """
         with _translated(self.reference, path):
-            patience = Patience()
+            patience = Patience(stop=stop)
             while begin < end:
                 try:
                     for piece in self._request(path, begin, end, size):
@@ -227,8 +228,8 @@ class Draft:
             CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
         ] = []
 
-    def add(self, files: Mapping[str, Path | bytes]) -> None:
-        """Send files; what the Hub has already is not sent again."""
+    def add(self, files: Mapping[str, Path | bytes]) -> dict[str, str]:
+        """Send files, but not what the Hub has already; the sha256 of each as it was read."""
         operations = [CommitOperationAdd(path, content) for path, content in files.items()]
         reference = self.parent.reference
         with _translated(reference, writing=True):
@@ -242,6 +243,7 @@ class Draft:
                 )
             )
         self._operations += operations
+        return {op.path_in_repo: op.upload_info.sha256.hex() for op in operations}
 
     def copy(self, path: str, twin: str) -> None:
         """Give a file the content of another one that the parent holds; nothing is sent."""
@@ -285,30 +287,35 @@ class HubUnreachableError(HubError):
 
 
 class Patience:
-    """How often to try again, and how long to wait before."""
+    """How often to try again, and how long to wait before. `stop`: an event that ends all waits."""
 
-    def __init__(self) -> None:
-        self._left = _TRIES - 1
+    def __init__(self, tries: int = _TRIES, stop: Event | None = None) -> None:
+        self._tries = tries
+        self._failures = 0
+        self._stop = stop or Event()
 
     def renew(self) -> None:
         """Something arrived: failures before it do not count."""
-        self._left = _TRIES - 1
+        self._failures = 0
 
     def spend(self, error: Exception) -> None:
         """Wait, or raise the error where waiting does not help."""
         response = getattr(error, "response", None)
+        self._failures += 1
+        if self._failures == self._tries:
+            raise error
         if response is not None and response.status_code not in _TRANSIENT:
             raise error
-        if not self._left:
-            raise error
-        self._left -= 1
         wait = _asked_wait(response.headers) if response is not None else None
         if wait is None:
-            backoff = min(_LONGEST_WAIT, 2.0 ** (_TRIES - 2 - self._left))
+            backoff = min(_LONGEST_WAIT, 2.0 ** (self._failures - 1))
             wait = backoff * random.uniform(0.5, 1.0)  # so that many nodes do not return at once
+        if wait > _LONGEST_ASKED_WAIT:
+            raise error
         why = f"the Hub answers {response.status_code}" if response is not None else _reason(error)
         _log.warning("%s; trying again in %.0f s", why, wait)
-        time.sleep(wait)
+        if self._stop.wait(wait):
+            raise error
 
 
 def _asked_wait(headers: Mapping[str, str]) -> float | None:
@@ -320,15 +327,13 @@ def _asked_wait(headers: Mapping[str, str]) -> float | None:
     return float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else None
 
 
-def _retried(call: Callable[[], _T], *, unreachable: bool = True) -> _T:
-    """The result of a call that changes nothing when repeated. `unreachable`: wait for the network."""
-    patience = Patience()
+def _retried(call: Callable[[], _T], tries: int = _TRIES) -> _T:
+    """The result of a call that changes nothing when it is repeated."""
+    patience = Patience(tries)
     while True:
         try:
             return call()
         except _ClientError as error:
-            if not unreachable and not isinstance(error, HfHubHTTPError):
-                raise
             patience.spend(error)
 
 
@@ -363,9 +368,12 @@ def _translated(
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401 and writing:
             raise HubError(f"{what}: a token is needed", hint=login) from None
+        no_directory = (
+            "" if Path(reference.repo).exists() else " (no such directory is here either)"
+        )
         raise _Missing(
             f"{what}: {constants.ENDPOINT} has no such repository, or hides it from you",
-            hint=f"check the name; for a private repository, {login}",
+            hint=f"check the name{no_directory}; for a private repository, {login}",
         ) from None
     except EntryNotFoundError:
         raise HubError(f"{what}: the repository has no such file") from None

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, HeaderError, HubError, quoted
@@ -22,12 +23,10 @@ from reshard.source import (
     Source,
     is_plain_name,
 )
+from reshard.tasks import MAX_JOBS
 
 if TYPE_CHECKING:
     from reshard.hub import HubFile, Repository
-
-CONNECTIONS = 8
-"""Requests at a time: what one connection leaves unused of a network, several use."""
 
 _FIRST_READ = 16 << 10
 """Bytes of a weight file that are fetched to see its header: mostly all of it."""
@@ -107,7 +106,7 @@ class HubSource:
     def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         return _in_chunks(self._pieces(ranges))
 
-    def fetch(self, wanted: Range) -> Iterator[bytes | memoryview]:
+    def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
         """The bytes of one range, in pieces of any length, by one request while nothing fails."""
         file, begin, end = wanted
         near = self._near_source(file)
@@ -121,7 +120,7 @@ class HubSource:
             if held:
                 yield held
             if begin + len(held) < end:
-                yield from self._repository.stream(file, begin + len(held), end, entry.size)
+                yield from self._repository.stream(file, begin + len(held), end, entry.size, stop)
 
     def holds(self, path: str, size: int | None = None) -> bool:
         return path in self._listing and size in (None, self._listing[path].size)
@@ -143,7 +142,7 @@ class HubSource:
             and not self._is_small(file)
             and self.local_path(file) is None
         ]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
+        with ThreadPoolExecutor(MAX_JOBS) as pool:
             for file, header in zip(far, pool.map(self._read_header, far), strict=True):
                 self._headers[file] = header
 
@@ -168,19 +167,19 @@ class HubSource:
     def _pieces(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
         for run in _ascending(ranges):
             for request in plan_requests(Segment(*wanted, at=0) for wanted in run):
-                pieces = self.fetch(Range(request.file, request.begin, request.end))
+                pieces = self.fetch(Range(request.file, request.begin, request.end), Event())
                 for _, piece in scatter(request, pieces):
                     yield piece
 
     def _read_header(self, file: str) -> bytes:
         """The first bytes of a weight file, its header at least if it has one."""
         size = self._entry(file).size
-        start = b"".join(self._repository.stream(file, 0, min(size, _FIRST_READ), size))
+        start = b"".join(self._repository.stream(file, 0, min(size, _FIRST_READ), size, Event()))
         try:
             length = header_size(file, start, size)
         except HeaderError:  # whoever reads the header will say so
             return start
-        rest = self._repository.stream(file, len(start), max(length, len(start)), size)
+        rest = self._repository.stream(file, len(start), max(length, len(start)), size, Event())
         return start + b"".join(rest)
 
     def _is_small(self, file: str) -> bool:

@@ -73,13 +73,22 @@ def check_hashes(
     """Hash the weight files and compare with what is on record.
 
     That is the manifest for a set, and for a Hugging Face cache the names of its blobs. Raises
-    `CheckpointError` where no checksum is on record at all.
+    `CheckpointError` where no checksum is on record at all, or no file is on this machine.
     """
     source = checkpoint.source
+    if all(source.local_path(header.file) is None for header in checkpoint.headers):
+        raise CheckpointError(
+            "none of these files is on this machine, so there is nothing to hash",
+            hint="download the checkpoint into the cache first: hf download ORG/NAME",
+        )
     expected = {
         header.file: _recorded_sha256(checkpoint, header.file) for header in checkpoint.headers
     }
-    known = {file: sha256 for file, sha256 in expected.items() if sha256 is not None}
+    known = {
+        file: sha256
+        for file, sha256 in expected.items()
+        if sha256 is not None and source.local_path(file) is not None
+    }
     if not known:
         raise CheckpointError(
             "no checksums are on record for these files",

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.bundle import BundleSet
-from reshard.errors import BundleError, HubConflictError, HubError, UsageError, listed, quoted
+from reshard.errors import (
+    BundleError,
+    HubConflictError,
+    HubError,
+    SourceChangedError,
+    UsageError,
+    listed,
+    quoted,
+)
 from reshard.manifest import Manifest
 from reshard.progress import Progress, Silent
 from reshard.publication import (
@@ -180,7 +188,13 @@ def _send(draft: Draft, change: Change, progress: Progress) -> None:
     for directory, files in directories.items():
         progress.start(directory or "index", sum(content.size for content in files.values()))
         for batch in _batches(files):
-            draft.add({path: content.data for path, content in batch.items()})
+            sent = draft.add({path: content.data for path, content in batch.items()})
+            for path, content in batch.items():
+                if sent[path] != content.sha256:
+                    raise SourceChangedError(
+                        f"{quoted(path)} changed while it was being pushed",
+                        hint="wait until nothing writes to the set, then run the command again",
+                    )
             progress.advance(sum(content.size for content in batch.values()))
             for path in batch:
                 progress.finish_file(path, "sent")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-MAX_REQUEST = 64 << 20
-"""Bytes of one request, and so what a killed run has to fetch again on each connection."""
+MAX_REQUEST = 256 << 20
+"""Bytes of one request: large, because the Hub counts requests, and each takes two round trips."""
 
 _MAX_GAP = 256 << 10
 """Bytes that may be fetched for nothing, to save a request."""

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -88,8 +89,11 @@ class Source(Protocol):
         The last piece may be shorter. A piece is valid until the next one is asked for.
         """
 
-    def fetch(self, wanted: Range) -> Iterator[bytes | memoryview]:
-        """The bytes of one range, in pieces of any length: one request where the source is far."""
+    def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
+        """The bytes of one range, in pieces of any length: one request where the source is far.
+
+        When `stop` is set, it does not wait for anything any more, but fails.
+        """
 
     def holds(self, path: str, size: int | None = None) -> bool:
         """Whether a file is there, and of this size; nothing is read."""
@@ -176,7 +180,7 @@ class LocalSource:
             for descriptor in descriptors.values():
                 os.close(descriptor)
 
-    def fetch(self, wanted: Range) -> Iterator[bytes | memoryview]:
+    def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
         return self.read_many([wanted])
 
     def holds(self, path: str, size: int | None = None) -> bool:
