@@ -6,15 +6,14 @@ HF_HUB_OFFLINE. Every failure becomes a `HubError`, in words that hold no token 
 
 from __future__ import annotations
 
-import logging
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -45,20 +44,23 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
     hf_raise_for_status,
 )
 
-from reshard.errors import HubConflictError, HubError, UsageError, printable, quoted
+from reshard.errors import (
+    HubConflictError,
+    HubError,
+    UsageError,
+    printable,
+    quoted,
+    storage_errors,
+)
+from reshard.patience import TRIES, Patience
 from reshard.reference import HubReference
 from reshard.version import __version__
 
 _ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
 """What the library's HTTP client (httpx2, in older releases httpx) raises, whichever it is."""
 
-_TRIES = 6
-_LONGEST_WAIT = 30.0
-_LONGEST_ASKED_WAIT = 600.0
-_TRANSIENT = (408, 429, 500, 502, 503, 504)
 _TOKEN = re.compile(r"\b(hf|api_org)_\w{4,}")
 
-_log = logging.getLogger("reshard")
 _api = HfApi(library_name="reshard", library_version=__version__)
 _T = TypeVar("_T")
 
@@ -126,8 +128,8 @@ class Repository:
     def stream(self, path: str, begin: int, end: int, size: int, stop: Event) -> Iterator[bytes]:
         """The bytes `begin` to `end` of a file of `size` bytes, in pieces of any length.
 
-        What breaks off is taken up again where it stopped, unless `stop` is set. Raises `HubError` for a reply that is
-        not exactly what was asked for, and where retrying does not help.
+        What breaks off is taken up again where it stopped, unless `stop` is set. Raises `HubError`
+        for a reply that is not exactly what was asked for, and where retrying does not help.
         """
         with _translated(self.reference, path):
             patience = Patience(stop=stop)
@@ -138,14 +140,11 @@ class Repository:
                         patience.renew()
                         yield piece
                 except (_ClientError, _CutShort) as error:
-                    patience.spend(error)
+                    patience.spend(error, _reason(error))
 
     def _request(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
-        url = hf_hub_url(self.reference.repo, path, revision=self.commit)
-        headers = build_hf_headers(library_name="reshard", library_version=__version__)
-        headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", url, headers=headers, timeout=timeout) as reply:
+        part = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        with get_session().stream("GET", self._url(path), **_request_options(part)) as reply:
             hf_raise_for_status(reply)
             expected = f"bytes {begin}-{end - 1}/{size}"
             found = reply.headers.get("Content-Range")
@@ -165,20 +164,30 @@ class Repository:
             if left:
                 raise _CutShort(f"{left} bytes are missing")
 
-    def whole(self, path: str) -> bytes:
-        """The content of a small file."""
+    def whole(self, path: str, size: int) -> bytes:
+        """The content of a small file of `size` bytes, asked for without a range."""
 
         def get() -> bytes:
-            url = hf_hub_url(self.reference.repo, path, revision=self.commit)
-            headers = build_hf_headers(library_name="reshard", library_version=__version__)
-            reply = get_session().get(
-                url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
-            )
-            hf_raise_for_status(reply)
-            return reply.content
+            content = bytearray()
+            with get_session().stream("GET", self._url(path), **_request_options()) as reply:
+                hf_raise_for_status(reply)
+                for piece in reply.iter_bytes():
+                    content += piece
+                    if len(content) > size:
+                        break
+            return bytes(content)
 
         with _translated(self.reference, path):
             return _retried(get)
+
+    def _url(self, path: str) -> str:
+        return hf_hub_url(self.reference.repo, path, revision=self.commit)
+
+
+def _request_options(headers: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """What every download says of itself, the token included, and how long it waits for bytes."""
+    ours = build_hf_headers(library_name="reshard", library_version=__version__)
+    return {"headers": {**ours, **headers}, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
 
 
 def cached_snapshot(reference: HubReference) -> Path | None:
@@ -230,20 +239,23 @@ class Draft:
 
     def add(self, files: Mapping[str, Path | bytes]) -> dict[str, str]:
         """Send files, but not what the Hub has already; the sha256 of each as it was read."""
-        operations = [CommitOperationAdd(path, content) for path, content in files.items()]
         reference = self.parent.reference
-        with _translated(reference, writing=True):
-            _retried(
-                lambda: _api.preupload_lfs_files(
+
+        def send() -> None:
+            with _sending(reference):
+                _api.preupload_lfs_files(
                     reference.repo,
                     operations,
                     revision=reference.revision,
                     create_pr=self._create_pr,
                     free_memory=False,
                 )
-            )
-        self._operations += operations
-        return {op.path_in_repo: op.upload_info.sha256.hex() for op in operations}
+
+        with _translated(reference, writing=True), _sending(reference):
+            operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+            _retried(send)
+            self._operations += operations
+            return {op.path_in_repo: op.upload_info.sha256.hex() for op in operations}
 
     def copy(self, path: str, twin: str) -> None:
         """Give a file the content of another one that the parent holds; nothing is sent."""
@@ -273,8 +285,10 @@ class Draft:
             except _ClientError as error:
                 if self._create_pr:  # a second try could open a second pull request
                     raise
-                self._patience.spend(error)
+                self._patience.spend(error, _reason(error))
                 raise HubConflictError(f"{reference}: no answer to a commit") from None
+            except ValueError as error:
+                raise HubError(f"{reference}: {_redacted(str(error))}") from None
         return Repository(reference, made.oid), made.pr_url
 
 
@@ -286,55 +300,14 @@ class HubUnreachableError(HubError):
     """Nobody answers: no network, or offline mode."""
 
 
-class Patience:
-    """How often to try again, and how long to wait before. `stop`: an event that ends all waits."""
-
-    def __init__(self, tries: int = _TRIES, stop: Event | None = None) -> None:
-        self._tries = tries
-        self._failures = 0
-        self._stop = stop or Event()
-
-    def renew(self) -> None:
-        """Something arrived: failures before it do not count."""
-        self._failures = 0
-
-    def spend(self, error: Exception) -> None:
-        """Wait, or raise the error where waiting does not help."""
-        response = getattr(error, "response", None)
-        self._failures += 1
-        if self._failures == self._tries:
-            raise error
-        if response is not None and response.status_code not in _TRANSIENT:
-            raise error
-        wait = _asked_wait(response.headers) if response is not None else None
-        if wait is None:
-            backoff = min(_LONGEST_WAIT, 2.0 ** (self._failures - 1))
-            wait = backoff * random.uniform(0.5, 1.0)  # so that many nodes do not return at once
-        if wait > _LONGEST_ASKED_WAIT:
-            raise error
-        why = f"the Hub answers {response.status_code}" if response is not None else _reason(error)
-        _log.warning("%s; trying again in %.0f s", why, wait)
-        if self._stop.wait(wait):
-            raise error
-
-
-def _asked_wait(headers: Mapping[str, str]) -> float | None:
-    """The seconds that a reply asks to wait; None where it does not say."""
-    used_up = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})", headers.get("RateLimit", ""))
-    if used_up:
-        return float(used_up[1])
-    asked = headers.get("Retry-After", "").strip()
-    return float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else None
-
-
-def _retried(call: Callable[[], _T], tries: int = _TRIES) -> _T:
+def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:
     """The result of a call that changes nothing when it is repeated."""
     patience = Patience(tries)
     while True:
         try:
             return call()
         except _ClientError as error:
-            patience.spend(error)
+            patience.spend(error, _reason(error))
 
 
 @contextmanager
@@ -391,6 +364,30 @@ def _translated(
         ) from None
 
 
+@contextmanager
+def _sending(reference: HubReference) -> Iterator[None]:
+    """Turn what sending files raises besides the client's own errors: into these, or a `HubError`."""
+    failure: Exception
+    try:
+        yield
+        return
+    except (_ClientError, OfflineModeIsEnabled):
+        raise
+    except OSError as error:
+        if error.filename is not None:
+            with storage_errors(error.filename):
+                raise
+        failure = error
+    except (RuntimeError, ValueError) as error:  # of the threads that send, of xet, of LFS
+        if isinstance(error.__cause__, _ClientError):
+            raise error.__cause__ from None
+        failure = error
+    raise HubError(
+        f"{reference}: a file could not be sent: {_redacted(str(failure))}",
+        hint="run the same command again; if it fails again, set HF_HUB_DISABLE_XET=1",
+    )
+
+
 def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing: bool) -> HubError:
     """The error for a reply of another status than success."""
     status = error.response.status_code
@@ -426,7 +423,9 @@ def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing:
 
 
 def _reason(error: Exception) -> str:
-    """What a failure of the connection says; never an address, which could be signed."""
+    """What went wrong, in a few words; never an address, which could be signed."""
+    if isinstance(error, HfHubHTTPError):
+        return f"the Hub answers {error.response.status_code}"
     text = _redacted(str(error) or type(error).__name__)
     return "no answer" if "://" in text else text
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _FIRST_READ = 16 << 10
 """Bytes of a weight file that are fetched to see its header: mostly all of it."""
 
+_LARGE_HEADER = 4 << 20
+"""Headers above this size, ten times what releases have, are not kept for all files at a time."""
+
 _KEPT = 64_000_000
 """Files of up to this many bytes that are no weights are fetched once and kept."""
 
@@ -172,12 +175,14 @@ class HubSource:
                     yield piece
 
     def _read_header(self, file: str) -> bytes:
-        """The first bytes of a weight file, its header at least if it has one."""
+        """The first bytes of a weight file: its header, unless that is very large."""
         size = self._entry(file).size
         start = b"".join(self._repository.stream(file, 0, min(size, _FIRST_READ), size, Event()))
         try:
             length = header_size(file, start, size)
         except HeaderError:  # whoever reads the header will say so
+            return start
+        if length > _LARGE_HEADER:
             return start
         rest = self._repository.stream(file, len(start), max(length, len(start)), size, Event())
         return start + b"".join(rest)
@@ -189,8 +194,8 @@ class HubSource:
     def _whole(self, file: str) -> bytes:
         """A small file, checked: side files are asked for once for each directory written."""
         if file not in self._small:
-            content = self._repository.whole(file)
             size, sha256, blob_id = self._entry(file)
+            content = self._repository.whole(file, size)
             if sha256 is not None:
                 matches = hashlib.sha256(content).hexdigest() == sha256
             else:

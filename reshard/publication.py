@@ -109,12 +109,16 @@ class Held:
 
 
 class LocalStages:
-    """The stages to push, proved: their checksums, and which tensors each of their files holds."""
+    """The stages to push, proved: their checksums, and which tensors each of their files holds.
+
+    `sides`: the directory of a stage, whose side files are proved too.
+    """
 
     def __init__(self, bundle: BundleSet, stages: Sequence[int], sha256: Mapping[str, str]) -> None:
         self.bundle = bundle
         self.stages = stages
         self.sha256 = sha256
+        self.sides = bundle.root / bundle.directory_of(stages[0])
         self.paths: dict[tuple[int, str], Path] = {}
         self.tensors: dict[str, list[str]] = {}
         for stage in stages:
@@ -180,9 +184,9 @@ def wanted_files(local: LocalStages, held: Held) -> tuple[Manifest, dict[str, Co
             path = local.paths[stage, file.name]
             files[f"{directory}/{file.name}"] = Content(path, file.bytes, local.sha256[file.name])
         seen = ours.seen_from((stage,), sha256, root=False)
-        _add_others(files, f"{directory}/", local.bundle, seen, tensors, lambda _, name: name)
+        _add_others(files, f"{directory}/", local.sides, seen, tensors, lambda _, name: name)
     _add_others(
-        files, "", local.bundle, manifest, tensors, lambda directory, name: f"{directory}/{name}"
+        files, "", local.sides, manifest, tensors, lambda directory, name: f"{directory}/{name}"
     )
     return manifest, files
 
@@ -190,14 +194,14 @@ def wanted_files(local: LocalStages, held: Held) -> tuple[Manifest, dict[str, Co
 def _add_others(
     files: dict[str, Content],
     prefix: str,
-    bundle: BundleSet,
+    sides: Path,
     manifest: Manifest,
     tensors: Mapping[str, Sequence[str]],
     path_of: Callable[[str, str], str],
 ) -> None:
     """What stands beside the weights of a directory: side files, index, manifest."""
     for side in manifest.side_files:
-        files[prefix + side.name] = Content(bundle.root / side.name, side.bytes, side.sha256)
+        files[prefix + side.name] = Content(sides / side.name, side.bytes, side.sha256)
     weight_map: dict[str, str] = {}
     for stage in reversed(manifest.present):  # so that the lowest one that has a file counts
         directory = stage_directory(stage, manifest.pp_size)

@@ -18,6 +18,7 @@ from reshard.errors import (
     quoted,
 )
 from reshard.manifest import Manifest
+from reshard.patience import Patience
 from reshard.progress import Progress, Silent
 from reshard.publication import (
     Change,
@@ -112,7 +113,7 @@ def push(
     sha256 = proved_sha256(bundle, wanted, jobs=jobs, progress=progress)
     local = LocalStages(bundle, wanted, sha256)
 
-    from reshard.hub import Draft, Patience, open_for_push
+    from reshard.hub import Draft, open_for_push
 
     repository = open_for_push(reference, private=private)
     patience = Patience()
@@ -186,7 +187,8 @@ def _send(draft: Draft, change: Change, progress: Progress) -> None:
     for path in sorted(change.adds, key=lambda path: ("/" not in path, path)):
         directories.setdefault(path.rpartition("/")[0], {})[path] = change.adds[path]
     for directory, files in directories.items():
-        progress.start(directory or "index", sum(content.size for content in files.values()))
+        label = f"stage {int(directory.split('-')[1])}" if directory else "index"
+        progress.start(label, sum(content.size for content in files.values()))
         for batch in _batches(files):
             sent = draft.add({path: content.data for path, content in batch.items()})
             for path, content in batch.items():

@@ -212,7 +212,7 @@ def test_exit_codes(tmp_path: Path, cli: Cli, arguments: list[str], code: int) -
         assert result.code == code
     assert "Traceback" not in result.err
     if code == 1:
-        assert result.err.startswith("error: ")
+        assert "error: " in result.err
         assert "\nhint: " in result.err
         assert result.out == ""
 
