@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.bundle import stage_directory
 from reshard.launch import node_commands
 from reshard.manifest import LicenseFacts, Manifest, StageRecord
 from reshard.placement import ENGINES
+from reshard.reference import HubReference
 from reshard.units import size
 from reshard.version import __version__
 
@@ -30,15 +33,15 @@ def read_license(card: str) -> LicenseFacts | None:
     match = _METADATA.match(card)
     if match is None:
         return None
-    try:
-        metadata = yaml.safe_load(match[1])
-    except (yaml.YAMLError, ValueError, RecursionError):
+    try:  # BaseLoader makes text, lists and maps only, whatever the tags say
+        metadata = yaml.load(match[1], Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         return None
     if not isinstance(metadata, dict):
         return None
     names = ("license", "license_name", "license_link")
     values = {name: metadata.get(name) for name in names}
-    found = {name: value if isinstance(value, str) else None for name, value in values.items()}
+    found = {name: value if _is_plain(value) else None for name, value in values.items()}
     return LicenseFacts(**found) if any(found.values()) else None
 
 
@@ -48,18 +51,18 @@ def is_ours(card: str) -> bool:
     return len(seals) == 1 and card == _sealed(card[: seals[0].start()])
 
 
-def model_card(manifest: Manifest, repo: str, where: str) -> str:
-    """The card of the repository `repo` with the stages present in `manifest`.
-
-    `where`: what to give to `reshard pull`, which may name a revision.
-    """
+def model_card(manifest: Manifest, reference: HubReference) -> str:
+    """The card of a repository with the stages present in `manifest`."""
     import yaml
 
     metadata = yaml.safe_dump(_metadata(manifest), sort_keys=False, allow_unicode=True)
     engine = ENGINES[manifest.engine.name]
     pp_size = manifest.pp_size
     rows = "\n".join(_row(stage, manifest) for stage in manifest.stages)
-    commands = node_commands(manifest, where)
+    commands = node_commands(manifest, str(reference))
+    download = ["hf", "download", reference.repo]
+    download += ["--revision", reference.revision] if reference.revision is not None else []
+    download += ["--include", f"{stage_directory(manifest.present[0], pp_size)}/*"]
     nodes = "\n\n".join(
         f"# node {command.node}\n{command.pull}\n{command.launch}" for command in commands
     )
@@ -67,7 +70,7 @@ def model_card(manifest: Manifest, repo: str, where: str) -> str:
         f"""---
 {metadata}---
 
-# {repo.rpartition("/")[2]}
+# {reference.repo.rpartition("/")[2]}
 
 The weights of {_base(manifest)}, unchanged, sorted into {pp_size} bundles for pipeline
 parallelism: one for each rank of {engine.name}. They are the same tensors, byte for byte; nothing was trained,
@@ -90,13 +93,17 @@ pip install reshard
 {nodes}
 ```
 
-`hf download {repo} --include 'stage-00-of-{pp_size:02d}/*'` fetches a stage without reshard; it is an ordinary
+`{shlex.join(download)}` fetches a stage without reshard; it is an ordinary
 model directory. Give engines such a directory, not the name of this repository, whose weights lie in
 directories where they do not look. transformers loads the repository as it is, once all stages are in it.
 
 The license is that of the base model.
 """
     )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= 1000
 
 
 def _metadata(manifest: Manifest) -> dict[str, Any]:

@@ -534,6 +534,11 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("reshard").addHandler(_Sayer())
+    its_waits = logging.getLogger("huggingface_hub.utils._http")
+    its_waits.setLevel(logging.WARNING)
+    its_waits.propagate = False
+    its_waits.addHandler(_Sayer())
+    its_waits.addFilter(lambda record: record.getMessage().startswith(("Rate limit", "Retrying")))
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: temporary files removed

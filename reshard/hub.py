@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -48,12 +48,14 @@ from reshard.errors import (
     HubConflictError,
     HubError,
     UsageError,
+    listed,
     printable,
     quoted,
     storage_errors,
 )
-from reshard.patience import TRIES, Patience
+from reshard.patience import TRIES, Patience, is_transient
 from reshard.reference import HubReference
+from reshard.source import foreign_weights
 from reshard.version import __version__
 
 _ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -105,7 +107,7 @@ class Repository:
     def files(self) -> dict[str, HubFile]:
         """All files of the repository, by path."""
 
-        def list_tree() -> dict[str, HubFile]:
+        with _translated(self.reference):
             tree = _api.list_repo_tree(self.reference.repo, recursive=True, revision=self.commit)
             return {
                 entry.path: HubFile(
@@ -116,9 +118,6 @@ class Repository:
                 for entry in tree
                 if isinstance(entry, RepoFile)
             }
-
-        with _translated(self.reference):
-            return _retried(list_tree)
 
     def cached(self, path: str) -> Path | None:
         """Where the library's cache holds a file of this commit."""
@@ -204,22 +203,53 @@ def cached_snapshot(reference: HubReference) -> Path | None:
         return None
 
 
-def open_for_push(reference: HubReference, *, private: bool) -> Repository:
+def open_for_push(reference: HubReference, *, private: bool, create_pr: bool) -> Repository:
     """The repository and branch that a push goes to, created where they do not exist.
 
-    A new branch begins at the repository's first commit: empty, as branches of other sets should.
+    A new branch begins at the repository's first commit: mostly empty, as branches of other sets
+    should be. Raises `HubError` where that commit holds weights.
     """
-    with suppress(_Missing):
-        return Repository.pin(reference)
-    repo, revision = reference.repo, reference.revision
-    with _translated(reference, writing=True):
-        _retried(lambda: _api.create_repo(repo, private=private or None, exist_ok=True))
-        if revision is not None:
-            first = _retried(lambda: _api.list_repo_commits(repo))[-1].commit_id
+    try:
+        there = Repository.pin(reference)
+    except _MissingRepository:
+        with _translated(reference, writing=True):
             _retried(
-                lambda: _api.create_branch(repo, branch=revision, revision=first, exist_ok=True)
+                lambda: _api.create_repo(reference.repo, private=private or None, exist_ok=True)
+            )
+    except _MissingRevision:
+        pass
+    else:
+        if reference.revision is not None and not create_pr:
+            _require_branch(reference, reference.revision)
+        return there
+    branch = reference.revision
+    if branch not in (None, constants.DEFAULT_REVISION):
+        with _translated(reference, writing=True):
+            first = _api.list_repo_commits(reference.repo)[-1].commit_id
+            weights = foreign_weights(Repository(reference, first).files(), ())
+            if weights:
+                raise HubError(
+                    f"{reference}: a new branch begins at the repository's first commit, and that "
+                    f"holds weights:{listed(weights)}",
+                    hint="choose another repository",
+                )
+            _retried(
+                lambda: _api.create_branch(
+                    reference.repo, branch=str(branch), revision=first, exist_ok=True
+                )
             )
     return Repository.pin(reference)
+
+
+def _require_branch(reference: HubReference, revision: str) -> None:
+    """Raise `UsageError` unless a revision is one that commits can be added to."""
+    with _translated(reference):
+        branches = _retried(lambda: _api.list_repo_refs(reference.repo)).branches
+    if revision not in [branch.name for branch in branches] and not revision.startswith("refs/pr/"):
+        raise UsageError(
+            f"{reference}: this is a tag or a commit, and only a branch can be pushed to",
+            hint="give a branch, which is created if it does not exist",
+        )
 
 
 class Draft:
@@ -240,20 +270,22 @@ class Draft:
     def add(self, files: Mapping[str, Path | bytes]) -> dict[str, str]:
         """Send files, but not what the Hub has already; the sha256 of each as it was read."""
         reference = self.parent.reference
-
-        def send() -> None:
-            with _sending(reference):
-                _api.preupload_lfs_files(
-                    reference.repo,
-                    operations,
-                    revision=reference.revision,
-                    create_pr=self._create_pr,
-                    free_memory=False,
-                )
-
         with _translated(reference, writing=True), _sending(reference):
             operations = [CommitOperationAdd(path, content) for path, content in files.items()]
-            _retried(send)
+            _api.preupload_lfs_files(
+                reference.repo,
+                operations,
+                revision=reference.revision,
+                create_pr=self._create_pr,
+                free_memory=False,
+            )
+            # Not public, so without it the check after the commit has to do.
+            ignored = [o.path_in_repo for o in operations if getattr(o, "_should_ignore", False)]
+            if ignored:
+                raise HubError(
+                    f"{reference}: the .gitignore in the repository drops{listed(ignored)}",
+                    hint="remove these patterns from it, then push again",
+                )
             self._operations += operations
             return {op.path_in_repo: op.upload_info.sha256.hex() for op in operations}
 
@@ -283,17 +315,30 @@ class Draft:
                     create_pr=self._create_pr,
                 )
             except _ClientError as error:
-                if self._create_pr:  # a second try could open a second pull request
+                if not self._create_pr:
+                    self._patience.spend(error, _reason(error))
+                    raise HubConflictError(f"{reference}: no answer to a commit") from None
+                if not is_transient(error):
                     raise
-                self._patience.spend(error, _reason(error))
-                raise HubConflictError(f"{reference}: no answer to a commit") from None
+                where = f"{constants.ENDPOINT}/{reference.repo}/discussions"
+                raise HubError(
+                    f"{reference}: no answer; the pull request may be open nevertheless",
+                    hint=f"look at {where} first: another push would open another one",
+                ) from None
             except ValueError as error:
-                raise HubError(f"{reference}: {_redacted(str(error))}") from None
+                raise HubError(
+                    f"{reference}: the Hub refuses README.md: {_redacted(str(error))}",
+                    hint="write a README.md of your own there; push leaves it as it is",
+                ) from None
         return Repository(reference, made.oid), made.pr_url
 
 
-class _Missing(HubError):
-    """There is no such repository or revision, or it is hidden from this token."""
+class _MissingRepository(HubError):
+    """There is no such repository, or it is hidden from this token."""
+
+
+class _MissingRevision(HubError):
+    """The repository has no such branch, tag or commit."""
 
 
 class HubUnreachableError(HubError):
@@ -321,8 +366,8 @@ def _translated(
         yield
     except OfflineModeIsEnabled:
         raise HubUnreachableError(
-            f"{what}: offline mode is on, and the cache does not have it",
-            hint="unset HF_HUB_OFFLINE, or download it into the cache while online",
+            f"{what}: offline mode is on (HF_HUB_OFFLINE)",
+            hint="unset it; hf download fills the cache for times without a network",
         ) from None
     except HFValidationError:
         raise UsageError(f"{what}: this cannot be the name of a repository") from None
@@ -334,7 +379,7 @@ def _translated(
             hint=f"ask for it at {constants.ENDPOINT}/{reference.repo}, then {login}",
         ) from None
     except RevisionNotFoundError:
-        raise _Missing(
+        raise _MissingRevision(
             f"{what}: the repository has no such revision",
             hint="give a branch, a tag or a commit: org/name@revision",
         ) from None
@@ -344,7 +389,7 @@ def _translated(
         no_directory = (
             "" if Path(reference.repo).exists() else " (no such directory is here either)"
         )
-        raise _Missing(
+        raise _MissingRepository(
             f"{what}: {constants.ENDPOINT} has no such repository, or hides it from you",
             hint=f"check the name{no_directory}; for a private repository, {login}",
         ) from None
@@ -393,9 +438,8 @@ def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing:
     status = error.response.status_code
     said = _redacted(error.server_message or "")
     if status == 401:
-        return HubError(
-            f"{what}: the token is not valid", hint="log in with hf auth login, or set HF_TOKEN"
-        )
+        problem = "a token is needed" if get_token() is None else "the token is not valid"
+        return HubError(f"{what}: {problem}", hint="log in with hf auth login, or set HF_TOKEN")
     if status == 403:
         need = (
             f"the token needs the role write, or write access to the contents of {reference.repo}"

@@ -51,10 +51,11 @@ def open_hub(reference: HubReference) -> Source:
     try:
         repository = Repository.pin(reference)
         return HubSource(repository, repository.files())
-    except HubUnreachableError:
+    except HubUnreachableError as error:
         snapshot = cached_snapshot(reference)
         if snapshot is None:
-            raise
+            message = f"{error.message}, and the cache does not have it"
+            raise HubUnreachableError(message, hint=error.hint) from None
         _log.warning("the Hub cannot be reached; taking %s from the cache", quoted(str(snapshot)))
         return LocalSource(snapshot)
 
@@ -130,6 +131,8 @@ class HubSource:
 
     def local_path(self, file: str) -> Path | None:
         """Where the cache has the file, in the size that the repository lists."""
+        if file not in self._listing:
+            return None
         if file not in self._cached:
             found = self._repository.cached(file)
             size = self._entry(file).size

@@ -38,7 +38,7 @@ class Patience:
         self._failures += 1
         if self._failures == self._tries:
             raise error
-        if response is not None and response.status_code not in _TRANSIENT:
+        if not is_transient(error):
             raise error
         wait = _asked_wait(response.headers) if response is not None else None
         if wait is None:
@@ -49,6 +49,12 @@ class Patience:
         _log.warning("%s; trying again in %.0f s", why, wait)
         if self._stop.wait(wait):
             raise error
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether trying again may help: the connection broke, or the server has had enough."""
+    response = getattr(error, "response", None)
+    return response is None or response.status_code in _TRANSIENT
 
 
 def _asked_wait(headers: Mapping[str, str]) -> float | None:

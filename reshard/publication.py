@@ -15,7 +15,7 @@ from reshard.hub_source import HubSource, blob_sha1
 from reshard.index import INDEX_NAME, encode_index, parse_index
 from reshard.manifest import MANIFEST_NAME, Manifest
 from reshard.reference import HubReference
-from reshard.source import WEIGHT_SUFFIXES, read_json
+from reshard.source import foreign_weights, read_json
 
 if TYPE_CHECKING:
     from reshard.hub import HubFile, Repository
@@ -90,14 +90,11 @@ class Held:
         adding_only: and unless that set is the one of `manifest`.
         """
         ours = set(paths_of(self.manifest)) if self.manifest else set()
-        foreign = [
-            path for path in self.files if path.endswith(WEIGHT_SUFFIXES) and path not in ours
-        ]
+        foreign = foreign_weights(self.files, ours)
         where = self.source.name
         if foreign:
             raise HubError(
-                f"{where} holds {len(foreign)} weight files that no reshard.json there names:"
-                f"{listed(sorted(foreign))}",
+                f"{where} holds weights that no reshard.json there names:{listed(foreign)}",
                 hint=_ELSEWHERE,
             )
         if adding_only and self.manifest and self.manifest.set_id != manifest.set_id:
@@ -218,35 +215,44 @@ def _keep(
     sha256: dict[str, str | None],
     tensors: dict[str, list[str]],
 ) -> None:
-    """Add what the repository knows of stages that stay in it.
+    """Add what the repository knows of stages that stay in it: checksums and names of tensors.
 
     Raises `HubError` where one is not whole.
     """
-    if not stages:
-        return
-    assert held.manifest is not None, "it has these stages"
-    bundle = BundleSet(held.source, held.manifest)
-    raw = read_json(held.source, INDEX_NAME, HubError) if INDEX_NAME in held.files else b"{}"
+    damaged = [stage for stage in stages if not _kept_whole(stage, held, sha256, tensors)]
+    if damaged:
+        numbers = ",".join(map(str, damaged))
+        raise HubError(
+            f"{held.source.name}: stages {numbers}, which are to stay there, are not whole",
+            hint=f"push them as well, in one run with the others: --stage {numbers}",
+        )
+
+
+def _kept_whole(
+    stage: int, held: Held, sha256: dict[str, str | None], tensors: dict[str, list[str]]
+) -> bool:
+    """Add what the repository knows of a stage; False where it is not whole."""
+    assert held.manifest is not None, "it has this stage"
+    directory = stage_directory(stage, held.manifest.pp_size)
+    if not BundleSet(held.source, held.manifest).complete(directory):
+        return False
+    path = f"{directory}/{INDEX_NAME}"
+    try:
+        index = parse_index(read_json(held.source, path, HubError), path, error=HubError)
+    except HubError:
+        return False
     there: dict[str, list[str]] = {}
-    for name, path in parse_index(raw, INDEX_NAME, in_set=True, error=HubError).weight_map.items():
-        there.setdefault(path.rpartition("/")[2], []).append(name)
-    for stage in stages:
-        directory = stage_directory(stage, held.manifest.pp_size)
-        whole = bundle.complete(directory)
-        for file in held.manifest.stages[stage].files:
-            published = held.files.get(f"{directory}/{file.name}")
-            same = published is not None and (published.size, published.sha256) == (
-                file.bytes,
-                file.sha256,
-            )
-            names = tensors.setdefault(file.name, there.get(file.name, []))
-            whole = whole and same and len(names) == file.tensors
-            whole = whole and sha256.setdefault(file.name, file.sha256) == file.sha256
-        if not whole:
-            raise HubError(
-                f"{held.source.name}: stage {stage}, which is to stay there, is not whole",
-                hint=f"push it as well, in one run with the others: --stage {stage}",
-            )
+    for name, file_name in index.weight_map.items():
+        there.setdefault(file_name, []).append(name)
+    for file in held.manifest.stages[stage].files:
+        published = held.files.get(f"{directory}/{file.name}")
+        if published is None or (published.size, published.sha256) != (file.bytes, file.sha256):
+            return False
+        if len(tensors.setdefault(file.name, there.get(file.name, []))) != file.tensors:
+            return False
+        if sha256.setdefault(file.name, file.sha256) != file.sha256:
+            return False
+    return True
 
 
 def add_card(
@@ -259,6 +265,6 @@ def add_card(
             return (
                 f"{CARD_NAME} in the repository is not reshard's, or was edited: left as it is",
             )
-    text = model_card(manifest, reference.repo, str(reference))
+    text = model_card(manifest, reference)
     files[CARD_NAME] = Content.of(text.encode("utf-8"))
     return ()

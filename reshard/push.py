@@ -67,12 +67,35 @@ class Pushed:
     commit: str
     pull_request: str | None
     manifest: Manifest
-    added: int = 0
-    added_bytes: int = 0
-    copied: int = 0
-    deleted: int = 0
-    changed: bool = False
-    notes: tuple[str, ...] = ()
+    added: int
+    added_bytes: int
+    copied: int
+    deleted: int
+    changed: bool
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        reference: HubReference,
+        made: Repository,
+        pull_request: str | None,
+        manifest: Manifest,
+        change: Change,
+        notes: tuple[str, ...],
+    ) -> Pushed:
+        return cls(
+            reference,
+            made.commit,
+            pull_request,
+            manifest,
+            added=len(change.adds),
+            added_bytes=sum(content.size for content in change.adds.values()),
+            copied=len(change.copies),
+            deleted=len(change.deletes),
+            changed=bool(change),
+            notes=notes,
+        )
 
 
 def push(
@@ -102,6 +125,8 @@ def push(
     reference = _reference(repo, revision)
     bundle = out if isinstance(out, BundleSet) else BundleSet.open(Path(out))
     wanted = tuple(sorted(set(bundle.manifest.present if stages is None else stages)))
+    if not wanted:
+        raise UsageError("no stages are given")
     absent = sorted(set(wanted) - set(bundle.manifest.present))
     if absent:
         raise BundleError(
@@ -115,38 +140,27 @@ def push(
 
     from reshard.hub import Draft, open_for_push
 
-    repository = open_for_push(reference, private=private)
     patience = Patience()
+    change: Change | None = None
     for attempt in range(_ATTEMPTS):
-        held = Held.read(repository)
+        parent = open_for_push(reference, private=private, create_pr=create_pr)
+        held = Held.read(parent)
         held.require_room(bundle.manifest, adding_only=stages is not None)
         manifest, files = wanted_files(local, held)
         notes = add_card(files, manifest, reference, held)
-        change = plan_change(files, manifest, held)
-        if not change:
-            return Pushed(reference, repository.commit, None, manifest, notes=notes)
-        draft = Draft(repository, create_pr=create_pr, patience=patience)
+        earlier, change = change, plan_change(files, manifest, held)
+        if not change:  # so it was made, if an earlier attempt did not hear of it
+            return Pushed.of(reference, parent, None, manifest, earlier or change, notes)
+        draft = Draft(parent, create_pr=create_pr, patience=patience)
         _send(draft, change, progress)
         try:
             made, pull_request = draft.publish(_title(wanted, manifest))
         except HubConflictError:
             if attempt == _ATTEMPTS - 1:
                 raise
-            repository = open_for_push(reference, private=private)
             continue
         _check_published(made, files, manifest, change)
-        return Pushed(
-            reference,
-            made.commit,
-            pull_request,
-            manifest,
-            added=len(change.adds),
-            added_bytes=sum(content.size for content in change.adds.values()),
-            copied=len(change.copies),
-            deleted=len(change.deletes),
-            changed=True,
-            notes=notes,
-        )
+        return Pushed.of(reference, made, pull_request, manifest, change, notes)
     raise AssertionError("the last attempt returns or raises")
 
 

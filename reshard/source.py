@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -304,6 +304,12 @@ def check_weight_path(path: str, error: type[ReshardError], where: str, *, in_se
             f"{where}: {quoted(repr(path))} is not an acceptable file name",
             hint="file names must be plain, without directories, and end in .safetensors",
         )
+
+
+def foreign_weights(files: Collection[str], ours: Collection[str]) -> list[str]:
+    """The weight files among `files` that are not `ours`, sorted."""
+    weights = {path for path in files if path.lower().endswith(WEIGHT_SUFFIXES)}
+    return sorted(weights.difference(ours))
 
 
 def is_plain_name(name: str) -> bool:

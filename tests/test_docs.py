@@ -2,12 +2,15 @@
 
 * ```console blocks of README.md and docs/ are run: lines that start with `$ ` are commands, the
   lines after one are its standard output. Blocks of one file share a directory and run in order.
-  Checkpoints there: a tiny one, and the releases that a command names, their data left out.
+  Checkpoints there: a tiny one, also on a Hub on loopback, and the releases that a command names,
+  their data left out.
   A line `...` stands for any lines, `...` within a line for any text. Blanks at line ends and
   empty lines before the next command do not count. A command must succeed (`|| echo ...` shows
   that one fails).
 * ```python blocks of a file are run as one program.
+* The shell scripts of examples/ are run.
 * Relative links lead to files and headings that exist.
+* Modules are listed from the bottom up.
 * Every class of error and every message of one is explained.
 """
 
@@ -24,11 +27,15 @@ from pathlib import Path
 import pytest
 
 import reshard.errors
+from reshard import verify
 from tests.checkpoints import RELEASES, write_sparse
+from tests.conftest import tree
+from tests.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
 CHECKPOINT = "tiny-qwen3.5-moe"
+REPOSITORY = "Qwen/Qwen3.5-tiny"
 
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
@@ -51,9 +58,14 @@ def name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for PATH: `reshard` and `python` are those of this checkout."""
+    """A directory for PATH: `reshard` is that of this checkout, `hf` and `python` are ours."""
     directory = tmp_path_factory.mktemp("bin")
-    for tool, arguments in (("reshard", f'"{ROOT / "cli.py"}" '), ("python", "")):
+    arguments_of = {
+        "reshard": f'"{ROOT / "cli.py"}" ',
+        "hf": "-m huggingface_hub.cli.hf ",
+        "python": "",
+    }
+    for tool, arguments in arguments_of.items():
         script = directory / tool
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
         script.chmod(0o755)
@@ -61,14 +73,24 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shell(tools: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of commands, which run in `tmp_path`, beside a tiny checkpoint."""
+def shell(tools: Path, tmp_path: Path, hub: HubServer) -> dict[str, str]:
+    """The environment of commands, which run in `tmp_path`, beside a tiny checkpoint.
+
+    Their Hub has the same checkpoint as `REPOSITORY`, and takes what they push.
+    """
     make = [sys.executable, str(ROOT / "examples" / "tiny_checkpoint.py"), CHECKPOINT]
     subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    hub.create(REPOSITORY, {**tree(tmp_path / CHECKPOINT)})
     environment = {k: v for k, v in os.environ.items() if k not in ("RESHARD_DEBUG", "COLUMNS")}
-    return {**environment, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return {
+        **environment,
+        **hub.environment(tmp_path / "hf-home"),
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+    }
 
 
 def commands(block: str) -> Iterator[tuple[str, list[str]]]:
@@ -144,6 +166,31 @@ def test_python_blocks(page: Path, shell: dict[str, str], tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
+EXAMPLES = {
+    "demo.sh": (["demo"], ["demo/bundles", "demo/stage-2"]),
+    "split_from_hub.sh": ([REPOSITORY, "4", "2", "out"], ["out/stage-02-of-04"]),
+    "push_and_pull.sh": ([REPOSITORY, "org/set", "2", "dir"], ["dir/node0", "dir/node1"]),
+    "offline.sh": ([REPOSITORY, "2", "dir"], ["dir/bundles"]),
+}
+"""Script -> its arguments, and the sets that it makes."""
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.sh")), ids=name)
+def test_examples(script: Path, shell: dict[str, str], tmp_path: Path) -> None:
+    arguments, made = EXAMPLES[script.name]
+    done = subprocess.run(
+        ["bash", script, *arguments],
+        cwd=tmp_path,
+        env=shell,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for directory in made:
+        assert verify(tmp_path / directory).ok
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
@@ -169,6 +216,20 @@ def test_relative_links(page: Path) -> None:
         assert there.exists(), f"{target}: no such file"
         if anchor:
             assert anchor in anchors(there), f"{target}: no such heading"
+
+
+def test_modules_are_listed_from_the_bottom_up() -> None:
+    """A module imports only from those above it in the table of architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| module |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    modules = {path.stem: path for path in (ROOT / "reshard").glob("[!_]*.py")}
+    assert sorted(listed) == sorted(modules)
+    for number, module in enumerate(listed):
+        nodes = ast.walk(ast.parse(modules[module].read_text(encoding="utf-8")))
+        names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        below = {name for name in listed[number:] if f"reshard.{name}" in names}
+        assert not below, f"{module} imports {below}"
 
 
 def subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
@@ -203,6 +264,8 @@ def messages() -> Iterator[tuple[str, str]]:
                 continue
             maker = ast.unparse(node.func).rpartition(".")[2]
             if not (maker.endswith("Error") or maker in ("error", "fault", "check", "Problem")):
+                continue
+            if maker == "AssertionError":  # not for people
                 continue
             place = 1 if maker in ("check", "Problem") else 0
             found = list(texts(node.args[place])) if len(node.args) > place else []
