@@ -75,13 +75,6 @@ class BundleSet:
         return cls(source, Manifest.parse(raw, MANIFEST_NAME))
 
     @property
-    def where(self) -> str:
-        """Where the set lies, to be shown."""
-        if isinstance(self.source, LocalSource):
-            return quoted(str(self.source.root))
-        return "{repo}@{commit}".format(**self.source.origin)
-
-    @property
     def root(self) -> Path:
         """The directory of a set that lies on this machine."""
         assert isinstance(self.source, LocalSource)
@@ -172,9 +165,11 @@ class BundleSet:
     def require_all_stages(self, purpose: str) -> None:
         """Raise `BundleError` unless every stage is present."""
         if self.absent_stages:
+            hint = "push the missing stages to the same branch first"
+            if isinstance(self.source, LocalSource):
+                hint = "split or pull the missing stages into the same directory first"
             raise BundleError(
-                f"stages {self.absent_stages} are not here, and {purpose} needs all",
-                hint="split or pull the missing stages into the same directory first",
+                f"stages {self.absent_stages} are not here, and {purpose} needs all", hint=hint
             )
 
 

@@ -132,7 +132,8 @@ def _row(stage: StageRecord, manifest: Manifest) -> str:
     )
     nbytes = sum(file.tensor_bytes for file in stage.files)
     here = "yes" if stage.stage in manifest.present else "not yet"
-    layers = f"{stage.start_layer}-{stage.end_layer - 1}"
+    first, last = stage.start_layer, stage.end_layer - 1
+    layers = f"{first}-{last}" if last > first else str(first)
     return f"| {stage.stage} | {layers} | {', '.join(others)} | {size(nbytes)} | {here} |"
 
 

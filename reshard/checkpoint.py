@@ -67,6 +67,13 @@ class Checkpoint:
     def tensor_bytes(self) -> int:
         return sum(t.nbytes for tensors in self.components.values() for t in tensors)
 
+    @property
+    def origin(self) -> tuple[str | None, str | None]:
+        """The repository and the commit that its tensors come from, where that is known."""
+        if self.bundle is not None:
+            return self.bundle.manifest.source.repo, self.bundle.manifest.source.commit
+        return self.source.origin.get("repo"), self.source.origin.get("commit")
+
     def fingerprint(self) -> str:
         """Identifies the source: file names, sizes, headers, and the data by its published sha256.
 

@@ -84,6 +84,10 @@ Stages = Annotated[
         "--stage", metavar="K", help="Write these stages only: 2, 0-3, 0,1 or all. Repeatable."
     ),
 ]
+Nodes = Annotated[
+    int | None,
+    typer.Option("--nodes", metavar="M", min=1, help="Nodes to launch. Default: one per stage."),
+]
 Jobs = Annotated[
     int | None,
     typer.Option(
@@ -138,7 +142,7 @@ def plan(
     from reshard.units import size
 
     display = Display()
-    display.plan(document, _title(document, f"plan of {quoted(source)}"))
+    display.plan(document, _title(document, f"plan of {made.checkpoint.source.name}"))
     for node in document.get("nodes", []):
         stages = ", ".join(map(str, node["stages"]))
         display.line(f"node {node['node']}: stages {stages}, {size(node['bytes'])}")
@@ -159,12 +163,7 @@ def split(
     replicate: Replicate = None,
     include_file: IncludeFile = None,
     ignore_file: IgnoreFile = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes", metavar="M", min=1, help="Nodes to launch. Default: one per stage."
-        ),
-    ] = None,
+    nodes: Nodes = None,
     stage: Stages = None,
     jobs: Jobs = None,
     no_checksum: Annotated[
@@ -340,6 +339,7 @@ def push(
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="Open a pull request instead.")
     ] = False,
+    nodes: Nodes = None,
     jobs: Jobs = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -348,13 +348,14 @@ def push(
     from reshard.bundle import BundleSet
     from reshard.describe import push_document
     from reshard.display import Display
-    from reshard.launch import node_commands
+    from reshard.launch import node_commands, share_stages
     from reshard.partition import parse_stages
     from reshard.push import push as push_set
 
     display = Display(quiet=quiet)
     with _working(display) as bars:
         bundle = BundleSet.open(_directory(out))
+        share_stages(bundle.manifest.pp_size, nodes)
         pushed = push_set(
             bundle,
             repo,
@@ -365,7 +366,7 @@ def push(
             jobs=jobs,
             progress=bars,
         )
-    commands = node_commands(pushed.manifest, str(pushed.reference))
+    commands = node_commands(pushed.manifest, str(pushed.reference), nodes)
     if as_json:
         document = push_document(pushed)
         document["launch"] = [command._asdict() for command in commands]

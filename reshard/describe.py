@@ -21,6 +21,7 @@ def plan_document(plan: ReshardPlan) -> dict[str, Any]:
             [stage.record() for stage in plan.stages],
             plan.excluded,
             plan.model_facts(),
+            plan.checkpoint.origin,
         ),
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
@@ -33,7 +34,13 @@ def outcome_document(
     """The document of `split`, `pull` and `merge`: the set's, and how its files came about."""
     manifest, counts = outcome.manifest, outcome.counts
     return {
-        **_set_document(manifest.engine.name, manifest.stages, manifest.excluded, manifest.model),
+        **_set_document(
+            manifest.engine.name,
+            manifest.stages,
+            manifest.excluded,
+            manifest.model,
+            (manifest.source.repo, manifest.source.commit),
+        ),
         "warnings": list(warnings),
         "notes": list(notes),
         "present": list(manifest.present),
@@ -80,6 +87,7 @@ def _set_document(
     stages: Sequence[StageRecord],
     excluded: Sequence[Exclusion],
     model: ModelFacts,
+    origin: tuple[str | None, str | None],
 ) -> dict[str, Any]:
     return {
         "pp_size": len(stages),
@@ -97,6 +105,8 @@ def _set_document(
             for e in excluded
         ],
         "source": {
+            "repo": origin[0],
+            "commit": origin[1],
             "model_type": model.model_type,
             "tensors": model.tensors + sum(e.tensors for e in excluded),
             "bytes": model.bytes + sum(e.bytes for e in excluded),

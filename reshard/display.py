@@ -78,7 +78,9 @@ class Display:
         """The facts of a checkpoint, and what its components take."""
         table = Table(box=None, pad_edge=False, show_header=False)
         for name in _FACTS:
-            table.add_row(Text(name.replace("_", " "), style="bold"), Text(_shown(document[name])))
+            if document[name] is not None or name not in _ORIGIN:
+                shown = Text(_shown(document[name]))
+                table.add_row(Text(name.replace("_", " "), style="bold"), shown)
         for name, fact in (document["set"] or {}).items():
             table.add_row(Text(name.replace("_", " "), style="bold"), Text(_shown(fact)))
         for name, part in (*document["components"].items(), ("total", document)):
@@ -166,7 +168,9 @@ def _stage_row(stage: Mapping[str, Any], replicated: Sequence[Mapping[str, Any]]
     ]
 
 
+_ORIGIN = ("repo", "commit")
 _FACTS = (
+    *_ORIGIN,
     "model_type",
     "num_hidden_layers",
     "num_experts",

@@ -63,6 +63,10 @@ class HubError(ReshardError):
     """The Hub refused, cannot be reached, or gave something else than what was asked for."""
 
 
+class HubUnreachableError(HubError):
+    """Nobody answers: no network, or offline mode."""
+
+
 class HubConflictError(HubError):
     """Somebody else changed the repository meanwhile."""
 

@@ -47,6 +47,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 from reshard.errors import (
     HubConflictError,
     HubError,
+    HubUnreachableError,
     UsageError,
     listed,
     printable,
@@ -189,16 +190,14 @@ def _request_options(headers: Mapping[str, str] = MappingProxyType({})) -> dict[
     return {"headers": {**ours, **headers}, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
 
 
-def cached_snapshot(reference: HubReference) -> Path | None:
-    """The directory of the library's cache that holds a repository, if there is one."""
+def cached_snapshot(reference: HubReference) -> tuple[Path, bool] | None:
+    """The directory of the library's cache that holds a repository, and whether it is complete."""
+    repo, revision = reference.repo, reference.revision
     try:
-        return Path(
-            snapshot_download(reference.repo, revision=reference.revision, local_files_only=True)
-        )
+        return Path(snapshot_download(repo, revision=revision, local_files_only=True)), True
     except LocalEntryNotFoundError as error:
-        # An incomplete snapshot: opening it says which file is missing.
         path: str | None = getattr(error, "snapshot_path", None)
-        return Path(path) if path else None
+        return (Path(path), False) if path else None
     except HFValidationError:
         return None
 
@@ -298,7 +297,7 @@ class Draft:
         self._operations.append(CommitOperationDelete(path))
 
     def publish(self, title: str) -> tuple[Repository, str | None]:
-        """Make the commit: the repository as it is then, and the address of the pull request.
+        """Make the commit: the repository as it is there, and the address of the pull request.
 
         Raises `HubConflictError` where the branch is no longer at the parent, or the reply was
         lost, maybe after the commit was made: then only reading the repository again can tell.
@@ -330,7 +329,8 @@ class Draft:
                     f"{reference}: the Hub refuses README.md: {_redacted(str(error))}",
                     hint="write a README.md of your own there; push leaves it as it is",
                 ) from None
-        return Repository(reference, made.oid), made.pr_url
+        branch = made.pr_revision if self._create_pr else reference.revision
+        return Repository(reference.at(branch), made.oid), made.pr_url
 
 
 class _MissingRepository(HubError):
@@ -339,10 +339,6 @@ class _MissingRepository(HubError):
 
 class _MissingRevision(HubError):
     """The repository has no such branch, tag or commit."""
-
-
-class HubUnreachableError(HubError):
-    """Nobody answers: no network, or offline mode."""
 
 
 def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:

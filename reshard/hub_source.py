@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError, HeaderError, HubError, quoted
+from reshard.errors import CheckpointError, HeaderError, HubError, HubUnreachableError, quoted
 from reshard.header import header_size
 from reshard.ranges import Segment, plan_requests, scatter
 from reshard.reference import HubReference
@@ -46,17 +46,19 @@ def open_hub(reference: HubReference) -> Source:
     Where the Hub cannot be reached, the local cache serves. Raises `HubError`.
     """
     # Here, because importing the library takes longer than planning a model.
-    from reshard.hub import HubUnreachableError, Repository, cached_snapshot
+    from reshard.hub import Repository, cached_snapshot
 
     try:
         repository = Repository.pin(reference)
         return HubSource(repository, repository.files())
     except HubUnreachableError as error:
-        snapshot = cached_snapshot(reference)
-        if snapshot is None:
+        cached = cached_snapshot(reference)
+        if cached is None:
             message = f"{error.message}, and the cache does not have it"
             raise HubUnreachableError(message, hint=error.hint) from None
-        _log.warning("the Hub cannot be reached; taking %s from the cache", quoted(str(snapshot)))
+        snapshot, complete = cached
+        lacking = "" if complete else ", which does not have all of it"
+        _log.warning("%s; taking %s from the cache%s", error.message, snapshot, lacking)
         return LocalSource(snapshot)
 
 
@@ -89,7 +91,6 @@ class HubSource:
 
     @property
     def name(self) -> str:
-        """The repository and its commit, to be shown."""
         return str(self._repository.reference.at(self._repository.commit))
 
     def files(self) -> Sequence[str]:

@@ -24,7 +24,10 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         entry["tensors"] += len(tensors)
         entry["bytes"] += sum(tensor.nbytes for tensor in tensors)
     incomplete = tuple(f"incomplete: {gap}" for gap in checkpoint.gaps)
+    repo, commit = checkpoint.origin
     return {
+        "repo": repo,
+        "commit": commit,
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_experts": config.num_experts,

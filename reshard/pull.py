@@ -43,7 +43,7 @@ def pull(
     absent = sorted(set(stages) - set(bundle.manifest.present))
     if absent:
         raise BundleError(
-            f"stages {', '.join(map(str, absent))} are not in {bundle.where}; "
+            f"stages {', '.join(map(str, absent))} are not in {bundle.source.name}; "
             f"it has {', '.join(map(str, bundle.manifest.present))}",
             hint="split these stages first: reshard split ... --stage K; for a repository, push them",
         )
@@ -64,7 +64,7 @@ def pull(
         if lacking:
             raise BundleError(
                 f"{quoted(str(root))} lacks {lacking[0]} of a stage that it holds, and "
-                f"{bundle.where} does not have it either",
+                f"{bundle.source.name} does not have it either",
                 hint="pull that stage again from a set that has it, or use another directory",
             )
         tasks = [

@@ -77,7 +77,6 @@ class Pushed:
     @classmethod
     def of(
         cls,
-        reference: HubReference,
         made: Repository,
         pull_request: str | None,
         manifest: Manifest,
@@ -85,7 +84,7 @@ class Pushed:
         notes: tuple[str, ...],
     ) -> Pushed:
         return cls(
-            reference,
+            made.reference,
             made.commit,
             pull_request,
             manifest,
@@ -130,7 +129,7 @@ def push(
     absent = sorted(set(wanted) - set(bundle.manifest.present))
     if absent:
         raise BundleError(
-            f"stages {', '.join(map(str, absent))} are not in {bundle.where}",
+            f"stages {', '.join(map(str, absent))} are not in {bundle.source.name}",
             hint="split these stages first: reshard split ... --stage K",
         )
     check_limits(bundle.manifest, wanted)
@@ -150,7 +149,7 @@ def push(
         notes = add_card(files, manifest, reference, held)
         earlier, change = change, plan_change(files, manifest, held)
         if not change:  # so it was made, if an earlier attempt did not hear of it
-            return Pushed.of(reference, parent, None, manifest, earlier or change, notes)
+            return Pushed.of(parent, None, manifest, earlier or change, notes)
         draft = Draft(parent, create_pr=create_pr, patience=patience)
         _send(draft, change, progress)
         try:
@@ -160,7 +159,7 @@ def push(
                 raise
             continue
         _check_published(made, files, manifest, change)
-        return Pushed.of(reference, made, pull_request, manifest, change, notes)
+        return Pushed.of(made, pull_request, manifest, change, notes)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -212,8 +211,9 @@ def _send(draft: Draft, change: Change, progress: Progress) -> None:
                         hint="wait until nothing writes to the set, then run the command again",
                     )
             progress.advance(sum(content.size for content in batch.values()))
-            for path in batch:
-                progress.finish_file(path, "sent")
+            for path, content in batch.items():
+                if path.endswith(".safetensors"):
+                    progress.finish_file(path, "sent")
 
 
 def _batches(files: Mapping[str, Content]) -> Iterator[dict[str, Content]]:

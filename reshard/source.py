@@ -68,6 +68,10 @@ class Source(Protocol):
     """What reshard asks of the place where a checkpoint lies."""
 
     @property
+    def name(self) -> str:
+        """The place, to be shown: a path, or a repository and its commit."""
+
+    @property
     def origin(self) -> Mapping[str, str]:
         """What the manifest records: `directory`, or `repo` and `commit`."""
 
@@ -127,6 +131,10 @@ class LocalSource:
         self._directories = tuple(name for name, is_directory in kinds.items() if is_directory)
         self._files = tuple(name for name, is_directory in kinds.items() if not is_directory)
         self._stamps = dict(stamps)
+
+    @property
+    def name(self) -> str:
+        return quoted(str(self.root))
 
     @property
     def origin(self) -> Mapping[str, str]:

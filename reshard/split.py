@@ -116,7 +116,9 @@ def plan_manifest(plan: ReshardPlan) -> Manifest:
             license=_license(checkpoint.source),
         )
     stamps = {h.file: checkpoint.source.stamp(h.file) for h in checkpoint.headers}
-    if source.commit is not None:  # which cannot change, so only a cache has its own times
+    if (
+        "commit" in checkpoint.source.origin
+    ):  # which cannot change, so only a cache has its own times
         stamps = {file: stamp._replace(mtime_ns=0) for file, stamp in stamps.items()}
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -98,9 +98,9 @@ def proved_sha256(
     if problems:
         first = problems[0]
         raise BundleError(
-            f"{bundle.where} is not whole: {quoted(first.file)}: {first.problem} "
+            f"{bundle.source.name} is not whole: {quoted(first.file)}: {first.problem} "
             f"({len(problems)} problems in all)",
-            hint=f"reshard verify {bundle.where} lists them",
+            hint=f"reshard verify {bundle.source.name} lists them",
         )
     return sha256
 

@@ -100,7 +100,7 @@ def served(hub: HubServer) -> dict[str, list[tuple[int, int]]]:
     """The ranges of weight files that were sent, in the order of their bytes."""
     ranges = defaultdict(list)
     for request in hub.requests:
-        if request.origin == "blob" and request.sent:
+        if request.origin == "blob" and request.status in (200, 206) and request.sent:
             [name] = parse_qs(urlsplit(request.path).query)["filename"]
             begin = int(re.findall(r"\d+", request.range or "0")[0])
             if name.endswith(".safetensors"):
