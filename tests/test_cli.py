@@ -37,6 +37,8 @@ def test_plan_document(tmp_path: Path, cli: Cli) -> None:
     original = read_dir(source)
     sizes = {name: len(tensor[2]) for name, tensor in original.items()}
     assert document["source"] == {
+        "repo": None,
+        "commit": None,
         "model_type": "qwen3_5_moe",
         "tensors": len(original),
         "bytes": sum(sizes.values()),

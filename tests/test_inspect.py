@@ -23,7 +23,7 @@ def test_document(tmp_path: Path, cli: Cli) -> None:
     found = document(cli, source)
     original = read_dir(source)
     assert list(found) == [
-        "code", "model_type", "num_hidden_layers", "num_experts", "expert_layout",
+        "code", "repo", "commit", "model_type", "num_hidden_layers", "num_experts", "expert_layout",
         "mtp_expert_layout", "quant_method", "tied", "tensors", "bytes", "components", "set",
         "warnings", "notes",
     ]  # fmt: skip
