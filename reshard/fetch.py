@@ -169,19 +169,27 @@ class PartialFile:
 
     def _on_disk(self) -> dict[str, list[tuple[int, int]]]:
         """The ranges of source files whose wanted bytes are here; nothing of another run counts."""
-        found: dict[str, list[tuple[int, int]]] = {}
         with storage_errors(self._final):
-            lines = self._notes.read_bytes().splitlines() if self._notes.exists() else []
             whole = self._path.exists() and self._path.stat().st_size == self._task.size
-            if whole and lines and lines[0].decode("ascii", "replace") == self._identity:
-                for line in lines[1:]:
-                    try:
-                        file, begin, end = json.loads(line)
-                        found.setdefault(file, []).append((int(begin), int(end)))
-                    except (ValueError, TypeError):
-                        break  # torn by a kill or a power failure
-            else:
+            raw = self._notes.read_bytes() if whole and self._notes.exists() else b""
+            first, *lines = raw.splitlines(keepends=True) or [b""]
+            if first != f"{self._identity}\n".encode():
                 self._remove()
+                return {}
+            found: dict[str, list[tuple[int, int]]] = {}
+            intact = len(first)
+            for line in lines:
+                try:
+                    file, begin, end = json.loads(line)
+                    noted = int(begin), int(end)
+                except (ValueError, TypeError):
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                found.setdefault(file, []).append(noted)
+                intact += len(line)
+            with open_own(self._notes) as notes:  # what a power failure has torn, goes
+                notes.truncate(intact)
         return found
 
     def _note(self, file: str, begin: int, end: int) -> None:
@@ -219,5 +227,7 @@ def layout(task: FileTask) -> tuple[bytes, list[Segment]]:
 
 def _identity(task: FileTask, header: bytes, segments: list[Segment], source: Source) -> str:
     """Equal for equal bytes only: what must agree for a later run to go on with a file."""
+    if task.whole is not None and task.sha256 is not None:
+        return task.sha256
     parts = [[s.file, s.begin, s.end] for s in segments]
     return digest([dict(source.origin), task.size, hashlib.sha256(header).hexdigest(), parts])

@@ -10,7 +10,14 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError, HeaderError, HubError, HubUnreachableError, quoted
+from reshard.errors import (
+    CheckpointError,
+    HeaderError,
+    HubError,
+    HubUnreachableError,
+    quoted,
+    storage_errors,
+)
 from reshard.header import header_size
 from reshard.ranges import Segment, plan_requests, scatter
 from reshard.reference import HubReference
@@ -136,8 +143,10 @@ class HubSource:
             return None
         if file not in self._cached:
             found = self._repository.cached(file)
-            size = self._entry(file).size
-            self._cached[file] = found if found and found.stat().st_size == size else None
+            if found is not None:
+                with storage_errors(found):
+                    found = found if found.stat().st_size == self._entry(file).size else None
+            self._cached[file] = found
         return self._cached[file]
 
     def prefetch_headers(self, files: Sequence[str]) -> None:
