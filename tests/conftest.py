@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -123,6 +124,32 @@ def online(hub: HubServer, tmp_path: Path) -> Iterator[Online]:
     for process in runner.running:
         process.kill()
         process.communicate()
+
+
+def together(online: Online, *commands: Sequence[object], **variables: str | None) -> list[Result]:
+    """The results of commands that have nothing to do with each other."""
+    processes = [online.start(*command, **variables) for command in commands]
+    results = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        results.append(Result(process.returncode, out, err))
+    return results
+
+
+def refused(result: Result, *words: str, hint: bool = True) -> None:
+    """It ended with an error that says this, and what to do; not with a traceback."""
+    assert result.code == 1, result.err
+    assert "error: " in result.err and "Traceback" not in result.err, result.err
+    assert not hint or "\nhint: " in f"\n{result.err}", result.err
+    for word in words:
+        assert word in result.err, result.err
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def tree(directory: Path) -> dict[str, bytes]:

@@ -7,8 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,7 +18,7 @@ import safetensors
 from reshard import build_plan, open_checkpoint, pull, split, verify
 from reshard.strict_json import digest
 from tests.checkpoints import build
-from tests.conftest import Cli, Online, Result, tree
+from tests.conftest import Cli, Online, refused, together, tree, wait_for
 from tests.hub_server import HubServer
 
 REPO = "org/set"
@@ -71,32 +70,6 @@ def weight_bytes(hub: HubServer) -> int:
 
 def weights(directory: Path) -> dict[str, bytes]:
     return {path: data for path, data in tree(directory).items() if path.endswith(".safetensors")}
-
-
-def together(online: Online, *commands: Sequence[object]) -> list[Result]:
-    """The results of commands that have nothing to do with each other."""
-    processes = [online.start(*command) for command in commands]
-    results = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        results.append(Result(process.returncode, out, err))
-    return results
-
-
-def refused(result: Result, *words: str) -> None:
-    """It ended with an error that says this, and what to do; not with a traceback."""
-    assert result.code == 1, result.err
-    assert "error: " in result.err and "\nhint: " in f"\n{result.err}", result.err
-    assert "Traceback" not in result.err
-    for word in words:
-        assert word in result.err, result.err
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # --- the plain case -------------------------------------------------------------------------------

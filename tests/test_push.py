@@ -8,8 +8,7 @@ import re
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from reshard import BundleSet, build_plan, open_checkpoint, pull, push, split
 from reshard.errors import BundleError
 from reshard.push import MAX_ENTRIES, MAX_FILE, MAX_FILES, check_limits
 from tests.checkpoints import build
-from tests.conftest import Online, Result, tree
+from tests.conftest import Online, Result, refused, together, tree, wait_for
 from tests.hub_server import HubServer, Request
 
 REPO = "org/set"
@@ -76,32 +75,6 @@ def stages_in_card(card: bytes) -> dict[int, bool]:
     """Of each stage in the table, whether it is in the repository."""
     rows = re.findall(r"^\| (\d+) \|.*\| (yes|not yet) \|$", card.decode(), re.MULTILINE)
     return {int(stage): there == "yes" for stage, there in rows}
-
-
-def together(online: Online, *commands: Sequence[object], **variables: str | None) -> list[Result]:
-    """The results of commands that have nothing to do with each other."""
-    processes = [online.start(*command, **variables) for command in commands]
-    results = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        results.append(Result(process.returncode, out, err))
-    return results
-
-
-def refused(result: Result, *words: str) -> None:
-    """It ended with an error that says this, and what to do; not with a traceback."""
-    assert result.code == 1, result.err
-    assert "error: " in result.err and "\nhint: " in f"\n{result.err}", result.err
-    assert "Traceback" not in result.err
-    for word in words:
-        assert word in result.err, result.err
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # --- the plain case -------------------------------------------------------------------------------
