@@ -11,7 +11,7 @@ from reshard.header import SafetensorsHeader
 from reshard.hub_source import open_hub
 from reshard.index import INDEX_NAME
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
-from reshard.reference import hub_reference
+from reshard.reference import hub_reference, shadowed
 from reshard.source import (
     LocalSource,
     Range,
@@ -57,14 +57,17 @@ class BundleSet:
             source = LocalSource(Path(path))
         else:
             if hub_reference(str(path)) is not None:
-                hint = f"if it is on the Hub, pull it first: reshard pull {path} NEW --stage all"
+                hint = "if it is on the Hub, get it first: a set with reshard pull, a checkpoint "
+                hint += "with reshard split"
             raise missing_directory(Path(path), BundleError, hint=hint)
         if MANIFEST_NAME not in source.files():
             if PARTIAL_NAME in source.directories():
                 raise unfinished(path)
+            if reference is not None and isinstance(source, LocalSource):
+                hint = f"the cache may lack a part: hf download {reference.repo} while online"
             raise BundleError(
                 f"{quoted(str(path))} is not a bundle: it has no {MANIFEST_NAME}",
-                hint=hint,
+                hint=shadowed(path) or hint if reference is None else hint,
             )
         return cls.from_source(source)
 
@@ -151,10 +154,10 @@ class BundleSet:
             whole = [Range(side.name, 0, side.bytes)]
             there = self.in_place("", {side.name: side.bytes})
             if not there or sha256_of(self.source.read_many(whole)) != side.sha256:
-                raise BundleError(
-                    f"{quoted(side.name)} is missing or was changed",
-                    hint="to restore it, run the reshard split or pull that made this set again",
-                )
+                hint = "to restore it, run the reshard split or pull that made this set again"
+                if "commit" in self.source.origin:
+                    hint = "the cache may lack a part: hf download the repository while online"
+                raise BundleError(f"{quoted(side.name)} is missing or was changed", hint=hint)
 
     @property
     def absent_stages(self) -> str:

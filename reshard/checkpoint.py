@@ -21,7 +21,7 @@ from reshard.hub_source import open_hub
 from reshard.layout import ExpertLayouts, expert_layouts
 from reshard.manifest import MANIFEST_NAME
 from reshard.names import KINDS, Component, component_of
-from reshard.reference import hub_reference
+from reshard.reference import hub_reference, shadowed
 from reshard.shards import Shards, read_shards
 from reshard.source import (
     STAGE_DIRECTORY,
@@ -67,13 +67,6 @@ class Checkpoint:
     def tensor_bytes(self) -> int:
         return sum(t.nbytes for tensors in self.components.values() for t in tensors)
 
-    @property
-    def origin(self) -> tuple[str | None, str | None]:
-        """The repository and the commit that its tensors come from, where that is known."""
-        if self.bundle is not None:
-            return self.bundle.manifest.source.repo, self.bundle.manifest.source.commit
-        return self.source.origin.get("repo"), self.source.origin.get("commit")
-
     def fingerprint(self) -> str:
         """Identifies the source: file names, sizes, headers, and the data by its published sha256.
 
@@ -110,7 +103,7 @@ def open_checkpoint(
     source = open_hub(reference) if reference is not None else LocalSource(Path(path))
     if PARTIAL_NAME in source.directories() and MANIFEST_NAME not in source.files():
         raise unfinished(path)
-    config = read_config(source)
+    config = read_config(source, hint=shadowed(path) if reference is None else None)
     if MANIFEST_NAME in source.files():
         if include_files or ignore_files:
             raise UsageError("--include-file and --ignore-file do not apply to a set of bundles")
@@ -146,17 +139,16 @@ def open_checkpoint(
     )
 
 
-def read_config(source: Source) -> ModelConfig:
-    """The model facts of a source. Raises as `ModelConfig.from_json` does."""
+def read_config(source: Source, hint: str | None = None) -> ModelConfig:
+    """The model facts of a source. Raises as `ModelConfig.from_json` does.
+
+    `hint`: what to do where it has no config.json, if that is known better than here.
+    """
     if "config.json" not in source.files():
-        where = source.origin.get("directory") or source.origin["repo"]
-        hint = "give the directory of a Hugging Face checkpoint, or org/name of one on the Hub"
+        usual = "give the directory of a Hugging Face checkpoint, or org/name of one on the Hub"
         if "snapshots" in source.directories():
-            hint = "in a Hugging Face cache, give the directory of a commit below snapshots/"
-        raise CheckpointError(
-            f"{quoted(where)}: there is no config.json",
-            hint=hint,
-        )
+            usual = "in a Hugging Face cache, give the directory of a commit below snapshots/"
+        raise CheckpointError(f"{source.name}: there is no config.json", hint=hint or usual)
     raw = read_json(source, "config.json", CheckpointError)
     return ModelConfig.from_json(
         parse_object(raw, "config.json", CheckpointError),

@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -95,7 +95,10 @@ Jobs = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", help="Print nothing but errors.", callback=lambda on: _be_quiet(on)),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -195,7 +198,8 @@ def split(
             checksums=not no_checksum,
             progress=bars,
         )
-    document = outcome_document(outcome, made.warnings, made.notes)
+    origin = made.checkpoint.source.origin
+    document = outcome_document(outcome, origin, made.warnings, made.notes)
     commands = node_commands(outcome.manifest, str(Path(out).absolute()), nodes)
     if as_json:
         document["launch"] = [command._asdict() for command in commands]
@@ -314,7 +318,7 @@ def merge(
     display = Display(quiet=quiet)
     with _working(display) as bars:
         outcome = merge_set(_directory(out), _directory(dest), progress=bars)
-    _show_outcome(display, outcome, dest, as_json)
+    _show_outcome(display, outcome, {}, dest, as_json)
 
 
 @app.command()
@@ -366,7 +370,7 @@ def push(
             jobs=jobs,
             progress=bars,
         )
-    commands = node_commands(pushed.manifest, str(pushed.reference), nodes)
+    commands = node_commands(pushed.manifest, f"{pushed.reference.repo}@{pushed.commit}", nodes)
     if as_json:
         document = push_document(pushed)
         document["launch"] = [command._asdict() for command in commands]
@@ -407,7 +411,7 @@ def pull(
         bundle = BundleSet.open(_given(out))
         stages = parse_stages(stage, bundle.manifest.pp_size)
         outcome = pull_stages(bundle, _directory(dest), stages, jobs=jobs, progress=bars)
-    _show_outcome(display, outcome, dest, as_json)
+    _show_outcome(display, outcome, bundle.source.origin, dest, as_json)
 
 
 class _Sayer(logging.Handler):
@@ -416,13 +420,22 @@ class _Sayer(logging.Handler):
     Several connections that wait for the same reason say so once.
     """
 
+    quiet = False
     _said: tuple[str, float] = ("", 0.0)
 
     def emit(self, record: logging.LogRecord) -> None:
         last, when = self._said
-        if record.msg != last or record.created - when > 1:
+        if not self.quiet and (record.msg != last or record.created - when > 1):
             self._said = (record.msg, record.created)
             say(f"note: {record.getMessage()}")
+
+
+_SAYER = _Sayer()
+
+
+def _be_quiet(quiet: bool) -> bool:
+    _SAYER.quiet = quiet
+    return quiet
 
 
 @contextmanager
@@ -480,10 +493,12 @@ def _names(values: list[str] | None) -> tuple[str, ...]:
     return tuple(filter(None, dict.fromkeys(",".join(values or ()).split(","))))
 
 
-def _show_outcome(display: Display, outcome: Outcome, dest: str, as_json: bool) -> None:
+def _show_outcome(
+    display: Display, outcome: Outcome, origin: Mapping[str, str], dest: str, as_json: bool
+) -> None:
     from reshard.describe import outcome_document
 
-    document = outcome_document(outcome)
+    document = outcome_document(outcome, origin)
     if as_json:
         _print_json(document)
     else:
@@ -534,11 +549,11 @@ def main() -> None:
     # What huggingface_hub would print names signed addresses; reshard tells what people should know.
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("reshard").addHandler(_Sayer())
+    logging.getLogger("reshard").addHandler(_SAYER)
     its_waits = logging.getLogger("huggingface_hub.utils._http")
     its_waits.setLevel(logging.WARNING)
     its_waits.propagate = False
-    its_waits.addHandler(_Sayer())
+    its_waits.addHandler(_SAYER)
     its_waits.addFilter(lambda record: record.getMessage().startswith(("Rate limit", "Retrying")))
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()

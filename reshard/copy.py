@@ -56,8 +56,8 @@ def bundle_task(bundle: BundleSet, name: str, path: str) -> FileTask:
     if existing is None:
         sha256 = bundle.announced_sha256(there, record)
         return FileTask(path, record.bytes, whole=there, sha256=sha256)
-    stamp = source.stamp(there)
     bundle.header(there, record)
+    stamp = source.stamp(there)
     return FileTask(path, record.bytes, same_as=existing, sha256=record.sha256, stamp=stamp)
 
 

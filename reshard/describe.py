@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.finish import Outcome
@@ -21,7 +21,7 @@ def plan_document(plan: ReshardPlan) -> dict[str, Any]:
             [stage.record() for stage in plan.stages],
             plan.excluded,
             plan.model_facts(),
-            plan.checkpoint.origin,
+            plan.checkpoint.source.origin,
         ),
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
@@ -29,9 +29,15 @@ def plan_document(plan: ReshardPlan) -> dict[str, Any]:
 
 
 def outcome_document(
-    outcome: Outcome, warnings: Sequence[str] = (), notes: Sequence[str] = ()
+    outcome: Outcome,
+    origin: Mapping[str, str],
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The document of `split`, `pull` and `merge`: the set's, and how its files came about."""
+    """The document of `split`, `pull` and `merge`: the set's, and how its files came about.
+
+    `origin`: where they came from, see `Source.origin`.
+    """
     manifest, counts = outcome.manifest, outcome.counts
     return {
         **_set_document(
@@ -39,7 +45,7 @@ def outcome_document(
             manifest.stages,
             manifest.excluded,
             manifest.model,
-            (manifest.source.repo, manifest.source.commit),
+            origin,
         ),
         "warnings": list(warnings),
         "notes": list(notes),
@@ -87,7 +93,7 @@ def _set_document(
     stages: Sequence[StageRecord],
     excluded: Sequence[Exclusion],
     model: ModelFacts,
-    origin: tuple[str | None, str | None],
+    origin: Mapping[str, str],
 ) -> dict[str, Any]:
     return {
         "pp_size": len(stages),
@@ -105,8 +111,8 @@ def _set_document(
             for e in excluded
         ],
         "source": {
-            "repo": origin[0],
-            "commit": origin[1],
+            "repo": origin.get("repo"),
+            "commit": origin.get("commit"),
             "model_type": model.model_type,
             "tensors": model.tensors + sum(e.tensors for e in excluded),
             "bytes": model.bytes + sum(e.bytes for e in excluded),

@@ -63,6 +63,15 @@ class HubError(ReshardError):
     """The Hub refused, cannot be reached, or gave something else than what was asked for."""
 
 
+class HubNotFoundError(HubError):
+    """There is no such repository, or it is hidden from this token; or it has no such revision."""
+
+    def __init__(self, message: str, *, hint: str | None = None, repository: bool) -> None:
+        """`repository`: what is missing is the repository."""
+        super().__init__(message, hint=hint)
+        self.repository = repository
+
+
 class HubUnreachableError(HubError):
     """Nobody answers: no network, or offline mode."""
 

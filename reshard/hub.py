@@ -6,6 +6,7 @@ HF_HUB_OFFLINE. Every failure becomes a `HubError`, in words that hold no token 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 from reshard.errors import (
     HubConflictError,
     HubError,
+    HubNotFoundError,
     HubUnreachableError,
     UsageError,
     listed,
@@ -88,12 +90,12 @@ class Repository:
     commit: str
 
     @classmethod
-    def pin(cls, reference: HubReference) -> Repository:
-        """The repository at the commit that its revision names now.
+    def pin(cls, reference: HubReference, *, writing: bool = False) -> Repository:
+        """The repository at the commit that its revision names now. `writing`: to push to it.
 
         Raises `HubUnreachableError` where nobody answers, `HubError` where the answer is no.
         """
-        with _translated(reference):
+        with _translated(reference, writing=writing):
             info = _retried(
                 lambda: _api.model_info(
                     reference.repo,
@@ -140,7 +142,7 @@ class Repository:
                         patience.renew()
                         yield piece
                 except (_ClientError, _CutShort) as error:
-                    patience.spend(error, _reason(error))
+                    patience.spend(error, f"{self.reference}: {_reason(error)}")
 
     def _request(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
         part = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
@@ -202,29 +204,38 @@ def cached_snapshot(reference: HubReference) -> tuple[Path, bool] | None:
         return None
 
 
-def open_for_push(reference: HubReference, *, private: bool, create_pr: bool) -> Repository:
+def look_before_push(reference: HubReference) -> Repository | None:
+    """What a push would go on from; None where repository or branch have to be created.
+
+    Raises `HubError` without a token, `UsageError` where the revision is no branch.
+    """
+    if get_token() is None:
+        raise HubError(f"{reference}: a token is needed", hint=_login())
+    try:
+        there = Repository.pin(reference, writing=True)
+    except HubNotFoundError:
+        return None
+    if reference.revision is not None:
+        _require_branch(reference, reference.revision)
+    return there
+
+
+def open_for_push(reference: HubReference, *, private: bool) -> Repository:
     """The repository and branch that a push goes to, created where they do not exist.
 
     A new branch begins at the repository's first commit: mostly empty, as branches of other sets
     should be. Raises `HubError` where that commit holds weights.
     """
+    repo, branch = reference.repo, reference.revision
     try:
-        there = Repository.pin(reference)
-    except _MissingRepository:
+        return Repository.pin(reference, writing=True)
+    except HubNotFoundError as missing:
+        if missing.repository:
+            with _translated(reference, writing=True):
+                _retried(lambda: _api.create_repo(repo, private=private or None, exist_ok=True))
+    if branch is not None:
         with _translated(reference, writing=True):
-            _retried(
-                lambda: _api.create_repo(reference.repo, private=private or None, exist_ok=True)
-            )
-    except _MissingRevision:
-        pass
-    else:
-        if reference.revision is not None and not create_pr:
-            _require_branch(reference, reference.revision)
-        return there
-    branch = reference.revision
-    if branch not in (None, constants.DEFAULT_REVISION):
-        with _translated(reference, writing=True):
-            first = _api.list_repo_commits(reference.repo)[-1].commit_id
+            first = _api.list_repo_commits(repo)[-1].commit_id
             weights = foreign_weights(Repository(reference, first).files(), ())
             if weights:
                 raise HubError(
@@ -232,12 +243,8 @@ def open_for_push(reference: HubReference, *, private: bool, create_pr: bool) ->
                     f"holds weights:{listed(weights)}",
                     hint="choose another repository",
                 )
-            _retried(
-                lambda: _api.create_branch(
-                    reference.repo, branch=str(branch), revision=first, exist_ok=True
-                )
-            )
-    return Repository.pin(reference)
+            _retried(lambda: _api.create_branch(repo, branch=branch, revision=first, exist_ok=True))
+    return Repository.pin(reference, writing=True)
 
 
 def _require_branch(reference: HubReference, revision: str) -> None:
@@ -315,7 +322,7 @@ class Draft:
                 )
             except _ClientError as error:
                 if not self._create_pr:
-                    self._patience.spend(error, _reason(error))
+                    self._patience.spend(error, f"{reference}: {_reason(error)}")
                     raise HubConflictError(f"{reference}: no answer to a commit") from None
                 if not is_transient(error):
                     raise
@@ -333,14 +340,6 @@ class Draft:
         return Repository(reference.at(branch), made.oid), made.pr_url
 
 
-class _MissingRepository(HubError):
-    """There is no such repository, or it is hidden from this token."""
-
-
-class _MissingRevision(HubError):
-    """The repository has no such branch, tag or commit."""
-
-
 def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:
     """The result of a call that changes nothing when it is repeated."""
     patience = Patience(tries)
@@ -348,7 +347,7 @@ def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:
         try:
             return call()
         except _ClientError as error:
-            patience.spend(error, _reason(error))
+            patience.spend(error, f"{constants.ENDPOINT}: {_reason(error)}")
 
 
 @contextmanager
@@ -357,13 +356,14 @@ def _translated(
 ) -> Iterator[None]:
     """Turn what the library raises into a `HubError` in our own words."""
     what = str(reference) if path is None else f"{reference}: {quoted(path)}"
-    login = "log in with hf auth login, or set HF_TOKEN"
+    login = _login()
     try:
         yield
     except OfflineModeIsEnabled:
         raise HubUnreachableError(
             f"{what}: offline mode is on (HF_HUB_OFFLINE)",
-            hint="unset it; hf download fills the cache for times without a network",
+            hint="unset HF_HUB_OFFLINE"
+            + ("" if writing else "; hf download fills the cache for times without a network"),
         ) from None
     except HFValidationError:
         raise UsageError(f"{what}: this cannot be the name of a repository") from None
@@ -375,19 +375,19 @@ def _translated(
             hint=f"ask for it at {constants.ENDPOINT}/{reference.repo}, then {login}",
         ) from None
     except RevisionNotFoundError:
-        raise _MissingRevision(
+        raise HubNotFoundError(
             f"{what}: the repository has no such revision",
             hint="give a branch, a tag or a commit: org/name@revision",
+            repository=False,
         ) from None
-    except RepositoryNotFoundError as error:
-        if error.response.status_code == 401 and writing:
-            raise HubError(f"{what}: a token is needed", hint=login) from None
+    except RepositoryNotFoundError:
         no_directory = (
             "" if Path(reference.repo).exists() else " (no such directory is here either)"
         )
-        raise _MissingRepository(
+        raise HubNotFoundError(
             f"{what}: {constants.ENDPOINT} has no such repository, or hides it from you",
             hint=f"check the name{no_directory}; for a private repository, {login}",
+            repository=True,
         ) from None
     except EntryNotFoundError:
         raise HubError(f"{what}: the repository has no such file") from None
@@ -429,13 +429,20 @@ def _sending(reference: HubReference) -> Iterator[None]:
     )
 
 
+def _login() -> str:
+    """What helps where a token is missing or wrong."""
+    if os.environ.get("HF_TOKEN"):
+        return "set HF_TOKEN to a token that is valid for this, or unset it and hf auth login"
+    return "log in with hf auth login, or set HF_TOKEN"
+
+
 def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing: bool) -> HubError:
     """The error for a reply of another status than success."""
     status = error.response.status_code
     said = _redacted(error.server_message or "")
     if status == 401:
         problem = "a token is needed" if get_token() is None else "the token is not valid"
-        return HubError(f"{what}: {problem}", hint="log in with hf auth login, or set HF_TOKEN")
+        return HubError(f"{what}: {problem}", hint=_login())
     if status == 403:
         need = (
             f"the token needs the role write, or write access to the contents of {reference.repo}"

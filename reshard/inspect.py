@@ -24,10 +24,10 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
         entry["tensors"] += len(tensors)
         entry["bytes"] += sum(tensor.nbytes for tensor in tensors)
     incomplete = tuple(f"incomplete: {gap}" for gap in checkpoint.gaps)
-    repo, commit = checkpoint.origin
+    origin = checkpoint.source.origin
     return {
-        "repo": repo,
-        "commit": commit,
+        "repo": origin.get("repo"),
+        "commit": origin.get("commit"),
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_experts": config.num_experts,
@@ -57,6 +57,8 @@ def _set_facts(checkpoint: Checkpoint) -> dict[str, Any] | None:
         "partition": manifest.partition.rule,
         "engine": manifest.engine.name,
         "engine_version": manifest.engine.version,
+        "source_repo": manifest.source.repo,
+        "source_commit": manifest.source.commit,
         "excluded": [exclusion.name for exclusion in manifest.excluded],
     }
 

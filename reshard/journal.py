@@ -37,24 +37,28 @@ class Journal:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, path: Path, begun_as: Mapping[str, Any]) -> Journal:
+    def open(
+        cls, path: Path, begun_as: Mapping[str, Any], begun_from: str | None = None
+    ) -> Journal:
         """Continue the journal at `path`, or begin one, for a run that `begun_as` identifies.
 
-        Raises `OutputError` where it was begun as another run.
+        Raises `OutputError` where it was begun as another run; the hint names its `begun_from`.
         """
         with storage_errors(path), open_own(path) as file:
             head, finished, intact = _parse(file.read())
         if head is None:
             journal = cls(path, {}, continued=False)
             journal.remove()
-            journal._append(begun_as)
+            journal._append({**begun_as, "from": begun_from} if begun_from else begun_as)
             return journal
         for key, value in begun_as.items():
             if head.get(key) != value:
+                origin = head.get("from")
+                before = f" (from {quoted(origin)})" if isinstance(origin, str) else ""
                 raise OutputError(
                     f"{quoted(str(path.parent.parent))} was begun with another {key}: "
                     f"{_shown(head.get(key))}, now {_shown(value)}",
-                    hint="finish it as it was begun, or choose another output directory "
+                    hint=f"finish it as it was begun{before}, or choose another output directory "
                     "(or remove this one)",
                 )
         with storage_errors(path), open_own(path) as file:

@@ -88,7 +88,7 @@ def check_space(out: Path, needed: int) -> None:
     if needed > free:
         raise OutputError(
             f"{quoted(str(out))}: {needed:,} bytes are needed, {free:,} are free",
-            hint="free some space, choose another disk, or split some stages only with --stage",
+            hint="free some space, choose another disk, or take fewer stages with --stage",
         )
 
 
@@ -102,14 +102,18 @@ class OutputDirectory:
 
     @classmethod
     @contextmanager
-    def hold(cls, root: Path, begun_as: Mapping[str, Any]) -> Iterator[OutputDirectory]:
+    def hold(
+        cls, root: Path, begun_as: Mapping[str, Any], begun_from: str | None = None
+    ) -> Iterator[OutputDirectory]:
         """Lock `root`, creating it, for a run that `begun_as` identifies.
+
+        `begun_from`: what to tell a run that is another one.
 
         An unfinished run is continued if it was begun as the same, else refused with `OutputError`;
         so is a second process. When the block ends well, the journal and the lock are removed.
         """
         with locked(root):
-            journal = Journal.open(root / PARTIAL_NAME / "journal", begun_as)
+            journal = Journal.open(root / PARTIAL_NAME / "journal", begun_as, begun_from)
             output = cls(root, journal)
             remove_temporaries(root)
             if not journal.continued:

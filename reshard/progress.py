@@ -15,7 +15,7 @@ class Progress(Protocol):
         """So many more bytes are done."""
 
     def finish_file(self, path: str, how: str) -> None:
-        """A file is done: `written`, `fetched`, `linked`, `reflinked`, `copied`, `reused`, `sent` or `checked`."""
+        """A file is done: `written`, `fetched`, `linked`, `reflinked`, `copied`, `reused`, `added` or `checked`."""
 
 
 class Silent:

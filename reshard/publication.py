@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.hub import HubFile, Repository
 
 _NEVER_DELETED = (CARD_NAME, ".gitattributes", ".gitignore")
-_ELSEWHERE = "choose another repository, or another branch of this one with --revision"
+_ELSEWHERE = "choose another repository, or a branch without other weights with --revision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,13 @@ class Held:
                 hint=error.hint or _ELSEWHERE,
             ) from None
 
-    def require_room(self, manifest: Manifest, *, adding_only: bool) -> None:
+    def require_room(
+        self, manifest: Manifest, stages: Collection[int], *, adding_only: bool
+    ) -> None:
         """Raise `HubError` unless this revision holds no weights but those of a set of reshard.
 
-        adding_only: and unless that set is the one of `manifest`.
+        That set must be the one of `manifest`, too, if `adding_only`, or if `stages`, which are to
+        be pushed, are not all: nothing whole is replaced by parts.
         """
         ours = set(paths_of(self.manifest)) if self.manifest else set()
         foreign = foreign_weights(self.files, ours)
@@ -97,11 +100,13 @@ class Held:
                 f"{where} holds weights that no reshard.json there names:{listed(foreign)}",
                 hint=_ELSEWHERE,
             )
-        if adding_only and self.manifest and self.manifest.set_id != manifest.set_id:
+        if self.manifest is None or self.manifest.set_id == manifest.set_id:
+            return
+        if adding_only or len(stages) < manifest.pp_size:
             raise HubError(
                 f"{where} holds another set; it differs in "
                 f"{', '.join(self.manifest.differences(manifest))}",
-                hint=f"without --stage, push replaces it; or {_ELSEWHERE}",
+                hint=f"only a push of all stages replaces it; or {_ELSEWHERE}",
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reshard.bundle import PARTIAL_NAME, BundleSet
 from reshard.copy import bundle_task, run_tasks
-from reshard.errors import BundleError, OutputError, quoted
+from reshard.errors import BundleError, OutputError, UsageError, quoted
 from reshard.finish import Outcome, finish_directory, index_of, side_bytes
 from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest
 from reshard.output import OutputDirectory, check_apart, check_usable
@@ -40,12 +40,16 @@ def pull(
         check_apart(root, bundle.source.root)
     check_usable(root)
     bundle.check_side_files()
+    if not stages:
+        raise UsageError("no stages are given")
     absent = sorted(set(stages) - set(bundle.manifest.present))
     if absent:
         raise BundleError(
             f"stages {', '.join(map(str, absent))} are not in {bundle.source.name}; "
             f"it has {', '.join(map(str, bundle.manifest.present))}",
-            hint="split these stages first: reshard split ... --stage K; for a repository, push them",
+            hint="they were not split yet: reshard split ... --stage K"
+            if isinstance(bundle.source, LocalSource)
+            else "they were not pushed yet: reshard push OUT REPO --stage K",
         )
     there = _pulled_set(root, bundle.manifest)
     untouched = not (root / PARTIAL_NAME).exists()
@@ -54,7 +58,7 @@ def pull(
     if there and whole and there.complete(""):
         return Outcome(root, there.manifest)
     begun_as = {"command": "pull", "set": bundle.manifest.set_id}
-    with OutputDirectory.hold(root, begun_as) as output:
+    with OutputDirectory.hold(root, begun_as, begun_from=bundle.source.name) as output:
         there = _pulled_set(root, bundle.manifest)  # as it is now that nobody else writes it
         if there is None:
             output.require_fresh()

@@ -30,7 +30,7 @@ from reshard.publication import (
     plan_change,
     wanted_files,
 )
-from reshard.reference import HubReference
+from reshard.reference import DEFAULT_BRANCH, HubReference
 from reshard.units import size
 from reshard.verify import proved_sha256
 from reshard.version import __version__
@@ -110,7 +110,7 @@ def push(
 ) -> Pushed:
     """Publish the set `out`, or some of its stages, in the repository `repo` (`org/name`).
 
-    The set is proved whole first. All changes are one commit, on top of the revision as it was read;
+    The set is proved whole first; of the Hub, only what it holds is looked at before that. All changes are one commit, on top of the revision as it was read;
     then the Hub's sizes and checksums are compared with the manifest. What the Hub has already is
     not sent again, so a run that was killed is continued by the next.
 
@@ -134,17 +134,23 @@ def push(
         )
     check_limits(bundle.manifest, wanted)
     progress = progress or Silent()
-    sha256 = proved_sha256(bundle, wanted, jobs=jobs, progress=progress)
+
+    from reshard.hub import Draft, look_before_push, open_for_push
+
+    def look() -> None:
+        """Hashing may take an hour: refuse before what will be refused after it."""
+        there = look_before_push(reference)
+        if there is not None:
+            Held.read(there).require_room(bundle.manifest, wanted, adding_only=stages is not None)
+
+    sha256 = proved_sha256(bundle, wanted, jobs=jobs, progress=progress, before_hashing=look)
     local = LocalStages(bundle, wanted, sha256)
-
-    from reshard.hub import Draft, open_for_push
-
     patience = Patience()
     change: Change | None = None
     for attempt in range(_ATTEMPTS):
-        parent = open_for_push(reference, private=private, create_pr=create_pr)
+        parent = open_for_push(reference, private=private)
         held = Held.read(parent)
-        held.require_room(bundle.manifest, adding_only=stages is not None)
+        held.require_room(bundle.manifest, wanted, adding_only=stages is not None)
         manifest, files = wanted_files(local, held)
         notes = add_card(files, manifest, reference, held)
         earlier, change = change, plan_change(files, manifest, held)
@@ -183,11 +189,11 @@ def check_limits(manifest: Manifest, stages: Collection[int]) -> None:
 
 def _reference(repo: str, revision: str | None) -> HubReference:
     reference = HubReference.parse(repo)
-    if revision is None:
-        return reference
-    if reference.revision not in (None, revision):
-        raise UsageError(f"{reference}: --revision {quoted(revision)} names another one")
-    return HubReference.parse(f"{reference.repo}@{revision}")
+    if revision is not None:
+        if reference.revision not in (None, revision):
+            raise UsageError(f"{reference}: --revision {quoted(revision)} names another one")
+        reference = HubReference.parse(f"{reference.repo}@{revision}")
+    return reference.at(None) if reference.revision == DEFAULT_BRANCH else reference
 
 
 def _send(draft: Draft, change: Change, progress: Progress) -> None:
@@ -213,7 +219,7 @@ def _send(draft: Draft, change: Change, progress: Progress) -> None:
             progress.advance(sum(content.size for content in batch.values()))
             for path, content in batch.items():
                 if path.endswith(".safetensors"):
-                    progress.finish_file(path, "sent")
+                    progress.finish_file(path, "added")
 
 
 def _batches(files: Mapping[str, Content]) -> Iterator[dict[str, Content]]:

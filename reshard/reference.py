@@ -10,6 +10,7 @@ from pathlib import Path
 from reshard.errors import UsageError, quoted
 
 SCHEME = "hf://"
+DEFAULT_BRANCH = "main"
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _REFERENCE = re.compile(
@@ -54,3 +55,10 @@ def hub_reference(path: str | Path) -> HubReference | None:
     if os.path.lexists(path) or not _REFERENCE.fullmatch(path):
         return None
     return HubReference.parse(path)
+
+
+def shadowed(path: str | Path) -> str | None:
+    """What to write for a repository whose name is a path here; None where it cannot be one."""
+    if isinstance(path, Path) or path.startswith(SCHEME) or not _REFERENCE.fullmatch(path):
+        return None
+    return f"this is a directory here; for the repository of that name, write {SCHEME}{path}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -21,7 +21,7 @@ from reshard.errors import (
 )
 from reshard.header import SafetensorsHeader
 from reshard.index import INDEX_NAME, parse_index
-from reshard.manifest import MANIFEST_NAME, FileRecord, Manifest, SideFile
+from reshard.manifest import MANIFEST_NAME, Manifest, SideFile
 from reshard.names import component_of
 from reshard.output import TEMPORARY, locked, remove_temporaries, replace_file
 from reshard.placement import minimum_first_layers, place
@@ -29,6 +29,7 @@ from reshard.progress import Progress, Silent
 from reshard.report import Problem, Report, WeightFile
 from reshard.source import STAGE_DIRECTORY, LocalSource, Range, sha256_of
 from reshard.tasks import default_jobs, in_parallel, watched
+from reshard.units import counted
 
 
 def verify(
@@ -52,6 +53,8 @@ def verify(
     root = Path(path)
     bundle = BundleSet.open(root)
     original = open_checkpoint(source) if isinstance(source, (str, Path)) else source
+    if original is not None and original.bundle is not None:
+        original.bundle.require_all_stages("a comparison with it")
     with locked(root) if write_checksums else nullcontext():
         if write_checksums:
             remove_temporaries(root)
@@ -79,30 +82,40 @@ def verify(
 
 
 def proved_sha256(
-    bundle: BundleSet, stages: Collection[int], *, jobs: int | None, progress: Progress
+    bundle: BundleSet,
+    stages: Collection[int],
+    *,
+    jobs: int | None,
+    progress: Progress,
+    before_hashing: Callable[[], None],
 ) -> dict[str, str]:
     """sha256 of every weight file of `stages`, by name, once they are proved to be whole.
 
-    Raises `BundleError` where anything is wrong with them.
+    `before_hashing` is called when all but the hashes is found to be right. Raises `BundleError` where anything is wrong with them.
     """
     parts = [bundle]
     directories = {stage: bundle.directory_of(stage) for stage in stages}
     if set(stages) != set(bundle.manifest.present) and all(directories.values()):
         parts = [BundleSet.open(bundle.root / directory) for directory in directories.values()]
+    examined = [(part, *_examine_structure(part, None)) for part in parts]
+    _require_whole(bundle, [problem for _, _, problems in examined for problem in problems])
+    before_hashing()
     sha256: dict[str, str] = {}
-    problems: list[Problem] = []
-    for part in parts:
-        found, hashes = _examine(part, None, None, True, jobs or default_jobs(), progress)
-        problems += found
-        sha256 |= hashes
+    for part, weights, problems in examined:
+        sha256 |= _check_hashes(part, weights, problems, jobs or default_jobs(), progress)
+    _require_whole(bundle, [problem for _, _, problems in examined for problem in problems])
+    return sha256
+
+
+def _require_whole(bundle: BundleSet, problems: list[Problem]) -> None:
     if problems:
         first = problems[0]
         raise BundleError(
             f"{bundle.source.name} is not whole: {quoted(first.file)}: {first.problem} "
-            f"({len(problems)} problems in all)",
-            hint=f"reshard verify {bundle.source.name} lists them",
+            f"(of {counted(len(problems), 'problem')})",
+            hint=f"see reshard verify {bundle.source.name}; to repair it, remove what is damaged, "
+            "then run the reshard split or pull that made it again",
         )
-    return sha256
 
 
 def _examine(
@@ -114,6 +127,18 @@ def _examine(
     progress: Progress,
 ) -> tuple[list[Problem], dict[str, str]]:
     """What is wrong with a set, and the sha256 of its files: of all, or of those that record one."""
+    weights, problems = _examine_structure(bundle, engine)
+    to_hash = [file for file in weights if hash_all or file.record.sha256 is not None]
+    sha256 = _check_hashes(bundle, to_hash, problems, jobs, progress)
+    if source is not None:
+        problems += check_source(bundle, weights, source, jobs, progress)
+    return problems, sha256
+
+
+def _examine_structure(
+    bundle: BundleSet, engine: str | None
+) -> tuple[list[WeightFile], list[Problem]]:
+    """The weight files whose headers are proved, and what is wrong apart from the data."""
     problems: list[Problem] = []
     weights = _check_files(bundle, problems)
     for directory in _directories(bundle):
@@ -121,12 +146,7 @@ def _examine(
     problems += _check_tensors(bundle, weights)
     if engine is not None:
         problems += _check_engine(bundle, engine)
-    records = {file.path: file.record for file in weights}
-    to_hash = [path for path, record in records.items() if hash_all or record.sha256 is not None]
-    sha256 = _check_hashes(bundle, to_hash, records, problems, jobs, progress)
-    if source is not None:
-        problems += check_source(bundle, weights, source, jobs, progress)
-    return problems, sha256
+    return weights, problems
 
 
 def _check_files(bundle: BundleSet, problems: list[Problem]) -> list[WeightFile]:
@@ -280,16 +300,16 @@ def _check_engine(bundle: BundleSet, engine: str) -> Iterator[Problem]:
 
 def _check_hashes(
     bundle: BundleSet,
-    paths: list[str],
-    records: Mapping[str, FileRecord],
+    weights: list[WeightFile],
     problems: list[Problem],
     jobs: int,
     progress: Progress,
 ) -> dict[str, str]:
     """sha256 of the weight files, by name; hard links to one file are read once."""
     source = bundle.source
+    records = {file.path: file.record for file in weights}
     twins: dict[tuple[int, int], list[str]] = {}
-    for path in paths:
+    for path in records:
         with storage_errors(bundle.root / path):
             status = os.stat(bundle.root / path)
         twins.setdefault((status.st_dev, status.st_ino), []).append(path)
