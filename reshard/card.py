@@ -17,8 +17,11 @@ from reshard.units import size
 from reshard.version import __version__
 
 CARD_NAME = "README.md"
-MAX_CARD = 1_000_000
-"""How much of a card is read; its metadata stand at the beginning."""
+MAX_CARD = 64_000
+"""How much of a source's card is read: its metadata, which stand at the beginning."""
+
+MAX_OWN_CARD = 10_000_000
+"""No card of ours is larger."""
 
 _METADATA = re.compile(r"---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
 _SEAL = re.compile(
@@ -109,7 +112,7 @@ def _is_plain(value: object) -> bool:
 def _metadata(manifest: Manifest) -> dict[str, Any]:
     source = manifest.source
     fields: Mapping[str, str | None] = {
-        "base_model": source.repo,
+        "base_model": source.repo if _is_plain(source.repo) else None,
         "library_name": "transformers",
         "license": source.license.license if source.license else None,
         "license_name": source.license.license_name if source.license else None,

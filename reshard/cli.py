@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -414,6 +415,9 @@ def pull(
     _show_outcome(display, outcome, bundle.source.origin, dest, as_json)
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class _Sayer(logging.Handler):
     """Says on stderr what happens meanwhile: waiting for the Hub, reading from the cache.
 
@@ -424,9 +428,10 @@ class _Sayer(logging.Handler):
     _said: tuple[str, float] = ("", 0.0)
 
     def emit(self, record: logging.LogRecord) -> None:
+        alike = re.sub(r"\d", "0", record.getMessage())
         last, when = self._said
-        if not self.quiet and (record.msg != last or record.created - when > 1):
-            self._said = (record.msg, record.created)
+        if not self.quiet and (alike != last or record.created - when > 1):
+            self._said = (alike, record.created)
             say(f"note: {record.getMessage()}")
 
 
@@ -442,6 +447,8 @@ def _be_quiet(quiet: bool) -> bool:
 def _working(display: Display, *, writes: bool = True) -> Iterator[Bars]:
     """Progress of long work, which the user may interrupt."""
     bars = display.progress()
+    for number in _SIGNALS:  # end as Ctrl-C does: temporary files removed
+        signal.signal(number, signal.default_int_handler)
     try:
         yield bars
     except KeyboardInterrupt:
@@ -557,9 +564,7 @@ def main() -> None:
     its_waits.addFilter(lambda record: record.getMessage().startswith(("Rate limit", "Retrying")))
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: temporary files removed
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _end_at_once)  # until there is anything to tidy up
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -583,8 +588,15 @@ def main() -> None:
         _fail("there is not enough memory")
 
 
+def _end_at_once(*_: object) -> None:
+    say("error: interrupted")
+    os._exit(Interrupted.exit_code)
+
+
 def _fail(message: str, hint: str | None = None, exit_code: int = 1) -> NoReturn:
     say(f"error: {message}")
     if hint:
         say(f"hint: {hint}")
+    if exit_code == Interrupted.exit_code:
+        os._exit(exit_code)  # the library's threads may still be sending; nobody waits for them
     sys.exit(exit_code)

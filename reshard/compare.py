@@ -89,7 +89,7 @@ def _compare(
     pairs.sort(key=lambda pair: (pair[1].file, pair[1].begin))
     ends = list(accumulate(tensor.nbytes for tensor, _ in pairs))
     ours = mine.read_many(tensor_ranges(tensor for tensor, _ in pairs))
-    theirs = source.source.read_many(tensor_ranges(other for _, other in pairs))
+    theirs = source.source.read_many(tensor_ranges(other for _, other in pairs), stop)
     different: set[int] = set()
     position = 0
     for a, b in zip(watched(ours, stop, progress), theirs, strict=True):

@@ -58,7 +58,14 @@ def bundle_task(bundle: BundleSet, name: str, path: str) -> FileTask:
         return FileTask(path, record.bytes, whole=there, sha256=sha256)
     bundle.header(there, record)
     stamp = source.stamp(there)
-    return FileTask(path, record.bytes, same_as=existing, sha256=record.sha256, stamp=stamp)
+    return FileTask(
+        path,
+        record.bytes,
+        same_as=existing,
+        sha256=record.sha256,
+        stamp=stamp,
+        linkable="commit" not in source.origin,  # a cache is not ours, and nobody has checked it
+    )
 
 
 def run_tasks(
@@ -129,7 +136,7 @@ def tensor_ranges(tensors: Iterable[TensorInfo]) -> list[Range]:
 
 
 def _may_link(task: FileTask, root: Path) -> bool:
-    if task.same_as is None:
+    if task.same_as is None or not task.linkable:
         return False
     with storage_errors(task.same_as):
         return os.stat(task.same_as).st_dev == os.stat(root).st_dev
@@ -163,7 +170,7 @@ def _take(
     progress: Progress,
 ) -> FinishedTask:
     """Bring in a file whose bytes exist: linked, or copied and compared with its checksum."""
-    how = _link(existing, task, output)
+    how = _link(existing, task, output) if task.linkable else None
     whole = Range(existing.name, 0, task.size)
     stamps = {existing.name: task.stamp} if task.stamp else {}
     pieces = watched(LocalSource(existing.parent, stamps).read_many([whole]), stop, progress)

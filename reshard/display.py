@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ class Bars:
 
     def finish_file(self, path: str, how: str) -> None:
         if not self._terminal and not self._quiet:
-            with self._lock:
+            with self._lock, suppress(BrokenPipeError):  # nobody listens: no reason to stop
                 print(f"{how} {quoted(path)}", file=sys.stderr)
 
     def close(self) -> None:

@@ -76,6 +76,10 @@ class HubUnreachableError(HubError):
     """Nobody answers: no network, or offline mode."""
 
 
+class HubReplyError(HubError):
+    """A reply is not what was asked for: nothing that came with it can be trusted."""
+
+
 class HubConflictError(HubError):
     """Somebody else changed the repository meanwhile."""
 

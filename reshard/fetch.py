@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from threading import Event, Lock
 from typing import BinaryIO
 
-from reshard.errors import BundleError, quoted, storage_errors
+from reshard.errors import BundleError, HubReplyError, quoted, storage_errors
 from reshard.header import encode_header
 from reshard.journal import open_own
 from reshard.output import OutputDirectory, check_space
-from reshard.progress import Progress
+from reshard.progress import Progress, Silent
 from reshard.ranges import Request, Segment, plan_requests, remaining, scatter
 from reshard.source import LocalSource, Range, Source, sha256_of
 from reshard.strict_json import digest
-from reshard.tasks import FileTask, FinishedTask, Stopped, in_parallel
+from reshard.tasks import FileTask, FinishedTask, Stopped, in_parallel, watched
 
 _NOTED = 16 << 20
 """Bytes that a request may bring before they are noted as being on disk."""
@@ -51,7 +51,7 @@ def fetch_tasks(
         partial, request = part
         if request is not None:
             partial.bring(request, stop, progress)
-        return partial.finish(output, checksums, progress) if partial.is_last() else None
+        return partial.finish(output, checksums, stop, progress) if partial.is_last() else None
 
     stages: dict[int | None, list[PartialFile]] = {}
     for task, partial in zip(tasks, partials, strict=True):
@@ -63,6 +63,10 @@ def fetch_tasks(
             progress.start(what, sum(partial.missing for partial in of_stage))
             parts = [(partial, part) for partial in of_stage for part in partial.parts()]
             finished += [done for done in in_parallel(bring, parts, jobs) if done is not None]
+    except HubReplyError:
+        for partial in partials:
+            partial.distrust()
+        raise
     finally:
         for partial in partials:
             partial.close()
@@ -83,6 +87,7 @@ class PartialFile:
         self._notes = output.partial(f"{task.name}.ranges")
         self._lock = Lock()
         self._file: BinaryIO | None = None
+        self._trusted = True
         self._header, segments = layout(task)
         self._identity = _identity(task, self._header, segments, source)
         self.requests = plan_requests(remaining(segments, self._on_disk()))
@@ -111,9 +116,10 @@ class PartialFile:
         try:
             for offset, data in scatter(request, pieces()):
                 with storage_errors(self._final):
-                    while data:
-                        written = os.pwrite(descriptor, data, offset)
-                        offset, data = offset + written, data[written:]
+                    _write_at(descriptor, data, offset)
+        except HubReplyError:
+            self.distrust()
+            raise
         finally:
             if arrived > noted:
                 self._note(request.file, noted, arrived)
@@ -128,13 +134,16 @@ class PartialFile:
             self._parts_left -= 1
             return not self._parts_left
 
-    def finish(self, output: OutputDirectory, checksums: bool, progress: Progress) -> FinishedTask:
+    def finish(
+        self, output: OutputDirectory, checksums: bool, stop: Event, progress: Progress
+    ) -> FinishedTask:
         """Check the whole file and give it its name."""
         task, descriptor = self._task, self._open()
         sha256 = None
         if checksums or task.sha256 is not None:
             whole = Range(self._path.name, 0, task.size)
-            sha256 = sha256_of(LocalSource(self._path.parent).read_many([whole]))
+            pieces = LocalSource(self._path.parent).read_many([whole])
+            sha256 = sha256_of(watched(pieces, stop, Silent()))
         if task.sha256 not in (None, sha256):
             self._remove()
             raise BundleError(
@@ -150,6 +159,12 @@ class PartialFile:
         progress.finish_file(task.path, "fetched")
         return FinishedTask(task.path, "fetched", sha256)
 
+    def distrust(self) -> None:
+        """Note nothing more of it, and forget what was noted: a later run begins it anew."""
+        with self._lock, storage_errors(self._final):
+            self._trusted = False
+            self._notes.unlink(missing_ok=True)
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -159,19 +174,21 @@ class PartialFile:
         """The descriptor of the file, begun with its header where nothing of it is there."""
         with self._lock, storage_errors(self._final):
             if self._file is None:
-                self._file = open_own(self._path)
-                if self._file.seek(0, os.SEEK_END) != self._task.size:
-                    self._file.truncate(self._task.size)
-                    self._file.seek(0)
-                    self._file.write(self._header)
-                    self._file.flush()
+                file = open_own(self._path)
+                if os.fstat(file.fileno()).st_size != self._task.size:
+                    os.truncate(file.fileno(), self._task.size)
+                    _write_at(file.fileno(), memoryview(self._header), 0)
+                self._file = file
             return self._file.fileno()
 
     def _on_disk(self) -> dict[str, list[tuple[int, int]]]:
         """The ranges of source files whose wanted bytes are here; nothing of another run counts."""
         with storage_errors(self._final):
-            whole = self._path.exists() and self._path.stat().st_size == self._task.size
-            raw = self._notes.read_bytes() if whole and self._notes.exists() else b""
+            raw = b""
+            both = os.path.lexists(self._path) and os.path.lexists(self._notes)
+            if both and os.lstat(self._path).st_size == self._task.size:
+                with open_own(self._notes) as notes:
+                    raw = notes.read()
             first, *lines = raw.splitlines(keepends=True) or [b""]
             if first != f"{self._identity}\n".encode():
                 self._remove()
@@ -182,7 +199,7 @@ class PartialFile:
                 try:
                     file, begin, end = json.loads(line)
                     noted = int(begin), int(end)
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, OverflowError):
                     break
                 if not line.endswith(b"\n"):
                     break
@@ -195,7 +212,8 @@ class PartialFile:
     def _note(self, file: str, begin: int, end: int) -> None:
         """Note, durably, that the wanted bytes of a range are written."""
         with self._lock, storage_errors(self._final):
-            assert self._file is not None
+            if self._file is None or not self._trusted:
+                return
             os.fdatasync(self._file.fileno())
             with open_own(self._notes) as notes:
                 if not notes.seek(0, os.SEEK_END):
@@ -210,6 +228,12 @@ class PartialFile:
         with storage_errors(self._final):
             self._path.unlink(missing_ok=True)
             self._notes.unlink(missing_ok=True)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        offset, data = offset + written, data[written:]
 
 
 def layout(task: FileTask) -> tuple[bytes, list[Segment]]:

@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,7 +41,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
     build_hf_headers,
     hf_raise_for_status,
@@ -49,6 +50,7 @@ from reshard.errors import (
     HubConflictError,
     HubError,
     HubNotFoundError,
+    HubReplyError,
     HubUnreachableError,
     UsageError,
     listed,
@@ -64,6 +66,20 @@ from reshard.version import __version__
 _ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
 """What the library's HTTP client (httpx2, in older releases httpx) raises, whichever it is."""
 
+_NOT_OF_A_HUB = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    ImportError,
+    vars(import_module(_ClientError.__module__.partition(".")[0]))["InvalidURL"],
+)
+"""What the library raises for replies that no Hub sends, and for settings that are not sane."""
+
+_SETTINGS = "check the variables HF_ENDPOINT, HF_TOKEN and HF_HUB_*, proxies and certificates"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKEN = re.compile(r"\b(hf|api_org)_\w{4,}")
 
 _api = HfApi(library_name="reshard", library_version=__version__)
@@ -77,9 +93,16 @@ class HubFile(NamedTuple):
     sha256: str | None
     blob_id: str
 
-
-class _CutShort(Exception):
-    """A reply ended before its time."""
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> HubFile:
+        """Read an entry of the list of files. Raises as a Hub's own entries never would."""
+        lfs = entry.get("lfs")
+        file = cls(lfs["size"] if lfs else entry["size"], lfs["oid"] if lfs else None, entry["oid"])
+        if type(file.size) is not int or file.size < 0 or not isinstance(file.blob_id, str):
+            raise TypeError("size or oid")
+        if not isinstance(entry["path"], str) or (lfs and not _SHA256.fullmatch(lfs["oid"])):
+            raise TypeError("path or sha256")
+        return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +127,32 @@ class Repository:
                 ),
                 tries=3,  # where there is no network, people should not wait long to hear it
             )
-        assert info.sha is not None, "the library asks for it"
-        return cls(reference, info.sha)
+            if not _COMMIT.fullmatch(info.sha or ""):
+                raise ValueError("no commit")
+        return cls(reference, str(info.sha))
 
     def files(self) -> dict[str, HubFile]:
-        """All files of the repository, by path."""
+        """All files of the repository, by path.
 
+        Page by page with our own patience: the library would follow a page to any host, token
+        included, and wait for as long as it is told.
+        """
+        url = f"{constants.ENDPOINT}/api/models/{self.reference.repo}/tree/{self.commit}"
+        files: dict[str, HubFile] = {}
+        pages = {url}
+        query: dict[str, str] | None = {"recursive": "true"}
         with _translated(self.reference):
-            tree = _api.list_repo_tree(self.reference.repo, recursive=True, revision=self.commit)
-            return {
-                entry.path: HubFile(
-                    entry.lfs.size if entry.lfs else entry.size,
-                    entry.lfs.sha256 if entry.lfs else None,
-                    entry.blob_id,
-                )
-                for entry in tree
-                if isinstance(entry, RepoFile)
-            }
+            while True:
+                reply = _retried(partial(_get, url, params=query))
+                for entry in reply.json():
+                    if entry["type"] == "file":
+                        files[entry["path"]] = HubFile.of(entry)
+                url, query = reply.links.get("next", {}).get("url", ""), None
+                if not url:
+                    return files
+                if url in pages or not url.startswith(f"{constants.ENDPOINT}/"):
+                    raise HubReplyError(f"{self.reference}: the list of files leads elsewhere")
+                pages.add(url)
 
     def cached(self, path: str) -> Path | None:
         """Where the library's cache holds a file of this commit."""
@@ -141,30 +173,34 @@ class Repository:
                         begin += len(piece)
                         patience.renew()
                         yield piece
-                except (_ClientError, _CutShort) as error:
+                except _ClientError as error:
                     patience.spend(error, f"{self.reference}: {_reason(error)}")
 
     def _request(self, path: str, begin: int, end: int, size: int) -> Iterator[bytes]:
         part = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url(path), **_request_options(part)) as reply:
             hf_raise_for_status(reply)
-            expected = f"bytes {begin}-{end - 1}/{size}"
-            found = reply.headers.get("Content-Range")
-            if reply.status_code != 206 or found != expected:
-                raise HubError(
-                    f"{self.reference}: {quoted(path)}: asked for {expected}, the server answered "
-                    f"{reply.status_code} with {quoted(str(found))}",
+            expected = (206, f"bytes {begin}-{end - 1}/{size}", str(end - begin), "identity")
+            found = (
+                reply.status_code,
+                reply.headers.get("Content-Range"),
+                reply.headers.get("Content-Length"),
+                reply.headers.get("Content-Encoding", "identity"),
+            )
+            if found != expected:
+                raise HubReplyError(
+                    f"{self.reference}: {quoted(path)}: the server answered "
+                    f"{quoted(' '.join(map(str, found)))} where {' '.join(map(str, expected))} was "
+                    "asked for",
                     hint="a proxy on the way may not pass range requests on; "
                     "hf download fetches whole files instead",
                 )
             left = end - begin
             for piece in reply.iter_raw():
                 left -= len(piece)
-                if left < 0:
-                    raise HubError(f"{self.reference}: {quoted(path)}: more bytes than asked for")
                 yield piece
-            if left:
-                raise _CutShort(f"{left} bytes are missing")
+            if left:  # the client does not let this pass
+                raise HubReplyError(f"{self.reference}: {quoted(path)}: a reply of another length")
 
     def whole(self, path: str, size: int) -> bytes:
         """The content of a small file of `size` bytes, asked for without a range."""
@@ -184,6 +220,12 @@ class Repository:
 
     def _url(self, path: str) -> str:
         return hf_hub_url(self.reference.repo, path, revision=self.commit)
+
+
+def _get(url: str, params: Mapping[str, str] | None = None) -> Any:
+    reply = get_session().get(url, params=params, **_request_options())
+    hf_raise_for_status(reply)
+    return reply
 
 
 def _request_options(headers: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
@@ -278,12 +320,15 @@ class Draft:
         reference = self.parent.reference
         with _translated(reference, writing=True), _sending(reference):
             operations = [CommitOperationAdd(path, content) for path, content in files.items()]
-            _api.preupload_lfs_files(
-                reference.repo,
-                operations,
-                revision=reference.revision,
-                create_pr=self._create_pr,
-                free_memory=False,
+            _interruptible(
+                partial(
+                    _api.preupload_lfs_files,
+                    reference.repo,
+                    operations,
+                    revision=reference.revision,
+                    create_pr=self._create_pr,
+                    free_memory=False,
+                )
             )
             # Not public, so without it the check after the commit has to do.
             ignored = [o.path_in_repo for o in operations if getattr(o, "_should_ignore", False)]
@@ -326,7 +371,7 @@ class Draft:
                     raise HubConflictError(f"{reference}: no answer to a commit") from None
                 if not is_transient(error):
                     raise
-                where = f"{constants.ENDPOINT}/{reference.repo}/discussions"
+                where = f"{_endpoint()}/{reference.repo}/discussions"
                 raise HubError(
                     f"{reference}: no answer; the pull request may be open nevertheless",
                     hint=f"look at {where} first: another push would open another one",
@@ -340,6 +385,23 @@ class Draft:
         return Repository(reference.at(branch), made.oid), made.pr_url
 
 
+def _interruptible(work: Callable[[], object]) -> None:
+    """Do it in a thread that an interrupt does not wait for: the library's own threads do."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # passed on
+            failures.append(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
 def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:
     """The result of a call that changes nothing when it is repeated."""
     patience = Patience(tries)
@@ -347,7 +409,7 @@ def _retried(call: Callable[[], _T], tries: int = TRIES) -> _T:
         try:
             return call()
         except _ClientError as error:
-            patience.spend(error, f"{constants.ENDPOINT}: {_reason(error)}")
+            patience.spend(error, f"{_endpoint()}: {_reason(error)}")
 
 
 @contextmanager
@@ -372,7 +434,7 @@ def _translated(
     except GatedRepoError:
         raise HubError(
             f"{what}: access is gated",
-            hint=f"ask for it at {constants.ENDPOINT}/{reference.repo}, then {login}",
+            hint=f"ask for it at {_endpoint()}/{reference.repo}, then {login}",
         ) from None
     except RevisionNotFoundError:
         raise HubNotFoundError(
@@ -385,24 +447,28 @@ def _translated(
             "" if Path(reference.repo).exists() else " (no such directory is here either)"
         )
         raise HubNotFoundError(
-            f"{what}: {constants.ENDPOINT} has no such repository, or hides it from you",
+            f"{what}: {_endpoint()} has no such repository, or hides it from you",
             hint=f"check the name{no_directory}; for a private repository, {login}",
             repository=True,
         ) from None
     except EntryNotFoundError:
-        raise HubError(f"{what}: the repository has no such file") from None
+        hint = "run the same command again"
+        raise HubError(f"{what}: the repository has no such file", hint=hint) from None
     except HfHubHTTPError as error:
         raise _refusal(error, what, reference, writing) from None
     except _ClientError as error:
         raise HubUnreachableError(
-            f"{what}: cannot reach {constants.ENDPOINT}: {_reason(error)}",
+            f"{what}: cannot reach {_endpoint()}: {_reason(error)}",
             hint="check the network, proxy and HF_ENDPOINT; then run the same command again",
         ) from None
-    except _CutShort as error:
-        raise HubError(
-            f"{what}: the connection breaks off again and again: {error}",
-            hint="run the same command again; it continues where it stopped",
-        ) from None
+    except OSError as error:  # certificates that cannot be read, and the like
+        raise HubError(f"{what}: {_reason(error)}", hint=_SETTINGS) from error
+    except _NOT_OF_A_HUB as error:
+        raise HubReplyError(
+            f"{what}: {_endpoint()} does not answer as a Hub does, or cannot be asked: "
+            f"{type(error).__name__}: {_reason(error)}",
+            hint=_SETTINGS,
+        ) from error
 
 
 @contextmanager
@@ -429,6 +495,11 @@ def _sending(reference: HubReference) -> Iterator[None]:
     )
 
 
+def _endpoint() -> str:
+    """Where the Hub is, without a password."""
+    return re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)
+
+
 def _login() -> str:
     """What helps where a token is missing or wrong."""
     if os.environ.get("HF_TOKEN"):
@@ -451,7 +522,7 @@ def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing:
         )
         return HubError(
             f"{what}: permission refused: {said or 'no reason given'}",
-            hint=f"{need}; see {constants.ENDPOINT}/settings/tokens",
+            hint=f"{need}; see {_endpoint()}/settings/tokens",
         )
     if status in (409, 412):
         return HubConflictError(
@@ -470,15 +541,15 @@ def _refusal(error: HfHubHTTPError, what: str, reference: HubReference, writing:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a few words; never an address, which could be signed."""
+    """What went wrong, in a few words."""
     if isinstance(error, HfHubHTTPError):
         return f"the Hub answers {error.response.status_code}"
-    text = _redacted(str(error) or type(error).__name__)
-    return "no answer" if "://" in text else text
+    return _redacted(str(error) or type(error).__name__)
 
 
 def _redacted(text: str) -> str:
-    """Text of the Hub, on one line, without tokens."""
+    """Text of the Hub, on one line, without tokens, and without addresses, which may be signed."""
     token = get_token()
     text = text.replace(token, "***") if token else text
-    return quoted(printable(" ".join(_TOKEN.sub("***", text).split())))
+    text = re.sub(r"\w+://\S+", "(an address)", _TOKEN.sub("***", text))
+    return quoted(printable(" ".join(text.split())))

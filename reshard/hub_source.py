@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from threading import Event
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from reshard.errors import (
@@ -30,7 +31,7 @@ from reshard.source import (
     Source,
     is_plain_name,
 )
-from reshard.tasks import MAX_JOBS
+from reshard.tasks import MAX_JOBS, in_parallel
 
 if TYPE_CHECKING:
     from reshard.hub import HubFile, Repository
@@ -52,14 +53,12 @@ def open_hub(reference: HubReference) -> Source:
 
     Where the Hub cannot be reached, the local cache serves. Raises `HubError`.
     """
-    # Here, because importing the library takes longer than planning a model.
-    from reshard.hub import Repository, cached_snapshot
-
+    hub = load_hub()
     try:
-        repository = Repository.pin(reference)
+        repository = hub.Repository.pin(reference)
         return HubSource(repository, repository.files())
     except HubUnreachableError as error:
-        cached = cached_snapshot(reference)
+        cached = hub.cached_snapshot(reference)
         if cached is None:
             message = f"{error.message}, and the cache does not have it"
             raise HubUnreachableError(message, hint=error.hint) from None
@@ -67,6 +66,20 @@ def open_hub(reference: HubReference) -> Source:
         lacking = "" if complete else ", which does not have all of it"
         _log.warning("%s; taking %s from the cache%s", error.message, snapshot, lacking)
         return LocalSource(snapshot)
+
+
+def load_hub() -> ModuleType:
+    """The module `reshard.hub`: late, because importing the library takes longer than planning.
+
+    Raises `HubError` where the library cannot be imported, as with variables that are no numbers.
+    """
+    try:
+        return import_module("reshard.hub")
+    except (ValueError, ImportError) as error:
+        raise HubError(
+            f"huggingface_hub cannot be used: {quoted(str(error))}",
+            hint="check the variables HF_*, and the installation",
+        ) from error
 
 
 class HubSource:
@@ -115,8 +128,8 @@ class HubSource:
     def read(self, file: str, begin: int, end: int) -> bytes:
         return b"".join(bytes(piece) for piece in self.read_many([Range(file, begin, end)]))
 
-    def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
-        return _in_chunks(self._pieces(ranges))
+    def read_many(self, ranges: Iterable[Range], stop: Event | None = None) -> Iterator[memoryview]:
+        return _in_chunks(self._pieces(ranges, stop or Event()))
 
     def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
         """The bytes of one range, in pieces of any length, by one request while nothing fails."""
@@ -158,9 +171,7 @@ class HubSource:
             and not self._is_small(file)
             and self.local_path(file) is None
         ]
-        with ThreadPoolExecutor(MAX_JOBS) as pool:
-            for file, header in zip(far, pool.map(self._read_header, far), strict=True):
-                self._headers[file] = header
+        self._headers |= dict(in_parallel(self._read_header, far, MAX_JOBS))
 
     def published_sha256(self, file: str) -> str | None:
         return self._entry(file).sha256
@@ -180,25 +191,25 @@ class HubSource:
             self._near[path.parent] = LocalSource(path.parent)
         return self._near[path.parent], path.name
 
-    def _pieces(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+    def _pieces(self, ranges: Iterable[Range], stop: Event) -> Iterator[memoryview]:
         for run in _ascending(ranges):
             for request in plan_requests(Segment(*wanted, at=0) for wanted in run):
-                pieces = self.fetch(Range(request.file, request.begin, request.end), Event())
+                pieces = self.fetch(Range(request.file, request.begin, request.end), stop)
                 for _, piece in scatter(request, pieces):
                     yield piece
 
-    def _read_header(self, file: str) -> bytes:
-        """The first bytes of a weight file: its header, unless that is very large."""
+    def _read_header(self, file: str, stop: Event) -> tuple[str, bytes]:
+        """The file, and its first bytes: its header, unless that is very large."""
         size = self._entry(file).size
-        start = b"".join(self._repository.stream(file, 0, min(size, _FIRST_READ), size, Event()))
+        start = b"".join(self._repository.stream(file, 0, min(size, _FIRST_READ), size, stop))
         try:
             length = header_size(file, start, size)
         except HeaderError:  # whoever reads the header will say so
-            return start
+            return file, start
         if length > _LARGE_HEADER:
-            return start
-        rest = self._repository.stream(file, len(start), max(length, len(start)), size, Event())
-        return start + b"".join(rest)
+            return file, start
+        rest = self._repository.stream(file, len(start), max(length, len(start)), size, stop)
+        return file, start + b"".join(rest)
 
     def _is_small(self, file: str) -> bool:
         size, sha256, _ = self._entry(file)

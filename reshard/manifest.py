@@ -12,7 +12,7 @@ from reshard.config import MAX_LAYERS
 from reshard.errors import BundleError, quoted
 from reshard.names import Component
 from reshard.placement import ENGINES
-from reshard.source import STAGE_DIRECTORY, is_plain_name
+from reshard.source import STAGE_DIRECTORY, WEIGHT_SUFFIXES, is_plain_name
 from reshard.strict_json import decode, digest, parse_object, pretty
 
 MANIFEST_NAME = "reshard.json"
@@ -291,6 +291,6 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
     for side in manifest.side_files:
         ok = is_plain_name(side.name) and side.name != MANIFEST_NAME
         ok = ok and STAGE_DIRECTORY.fullmatch(side.name) is None
-        ok = ok and not side.name.lower().endswith((".safetensors", ".index.json"))
+        ok = ok and not side.name.lower().endswith((*WEIGHT_SUFFIXES, ".index.json"))
         ok = ok and not side.name.startswith(".reshard")
         check(ok, f"{quoted(repr(side.name))} is not an acceptable side file name")

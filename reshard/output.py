@@ -170,6 +170,7 @@ class OutputDirectory:
 
         The block must make the file and its content durable. Otherwise it is removed.
         """
+        self._refuse_links_above(path)
         with replacing(self.root / path) as temporary:
             yield temporary
 
@@ -179,11 +180,13 @@ class OutputDirectory:
 
     def adopt(self, partial: Path, path: str) -> None:
         """Give such a file, complete and durable, its final name."""
+        self._refuse_links_above(path)
         with storage_errors(self.root / path):
             os.rename(partial, self.root / path)
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file."""
+        self._refuse_links_above(path)
         replace_file(self.root / path, content)
 
     def require_in_place(self, directory: str, sizes: Mapping[str, int]) -> None:
@@ -217,6 +220,11 @@ class OutputDirectory:
             for directory in reversed(self._made):
                 with suppress(OSError):  # it holds something by now
                     directory.rmdir()
+
+    def _refuse_links_above(self, path: str) -> None:
+        """Somebody may have put a link in the place of a stage directory meanwhile."""
+        if "/" in path:
+            _refuse_link((self.root / path).parent)
 
     def _parts(self) -> list[Path]:
         return list((self.root / PARTIAL_NAME).glob(f"*{_PART}"))

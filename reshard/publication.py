@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.bundle import BundleSet, stage_directory
-from reshard.card import CARD_NAME, is_ours, model_card
+from reshard.card import CARD_NAME, MAX_OWN_CARD, is_ours, model_card
 from reshard.errors import BundleError, HubError, listed, storage_errors
 from reshard.hub_source import HubSource, blob_sha1
 from reshard.index import INDEX_NAME, encode_index, parse_index
@@ -83,6 +83,17 @@ class Held:
                 f"{repository.reference}: the set that it holds cannot be read: {error.message}",
                 hint=error.hint or _ELSEWHERE,
             ) from None
+
+    def replaced_notes(self, files: Mapping[str, Content]) -> tuple[str, ...]:
+        """Which files of somebody else `files` take the place of."""
+        ours = set(paths_of(self.manifest)) if self.manifest else set()
+        replaced = [
+            path
+            for path, content in files.items()
+            if path in self.files and path not in ours and not content.equals(self.files[path])
+        ]
+        names = ", ".join(sorted(replaced))
+        return (f"replaced in the repository, where they were of no set: {names}",) * bool(names)
 
     def require_room(
         self, manifest: Manifest, stages: Collection[int], *, adding_only: bool
@@ -265,8 +276,9 @@ def add_card(
 ) -> tuple[str, ...]:
     """Add the model card, unless somebody else wrote the one that is there; then a note says so."""
     if CARD_NAME in held.files:
-        card = held.source.read(CARD_NAME, 0, held.files[CARD_NAME].size)
-        if not is_ours(card.decode("utf-8", "replace")):
+        nbytes = held.files[CARD_NAME].size
+        card = held.source.read(CARD_NAME, 0, min(nbytes, MAX_OWN_CARD + 1))
+        if nbytes > MAX_OWN_CARD or not is_ours(card.decode("utf-8", "replace")):
             return (
                 f"{CARD_NAME} in the repository is not reshard's, or was edited: left as it is",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from reshard.errors import (
     listed,
     quoted,
 )
+from reshard.hub_source import load_hub
 from reshard.manifest import Manifest
 from reshard.patience import Patience
 from reshard.progress import Progress, Silent
@@ -48,7 +51,7 @@ MAX_FILES = 25_000
 MAX_ENTRIES = 10_000
 """Files of one directory that the Hub advises."""
 
-_ATTEMPTS = 5
+_ATTEMPTS = 10
 
 _BATCH_BYTES = 8_000_000_000
 _BATCH_FILES = 50
@@ -135,11 +138,11 @@ def push(
     check_limits(bundle.manifest, wanted)
     progress = progress or Silent()
 
-    from reshard.hub import Draft, look_before_push, open_for_push
+    hub = load_hub()
 
     def look() -> None:
         """Hashing may take an hour: refuse before what will be refused after it."""
-        there = look_before_push(reference)
+        there = hub.look_before_push(reference)
         if there is not None:
             Held.read(there).require_room(bundle.manifest, wanted, adding_only=stages is not None)
 
@@ -148,21 +151,22 @@ def push(
     patience = Patience()
     change: Change | None = None
     for attempt in range(_ATTEMPTS):
-        parent = open_for_push(reference, private=private)
+        parent = hub.open_for_push(reference, private=private)
         held = Held.read(parent)
         held.require_room(bundle.manifest, wanted, adding_only=stages is not None)
         manifest, files = wanted_files(local, held)
-        notes = add_card(files, manifest, reference, held)
+        notes = held.replaced_notes(files) + add_card(files, manifest, reference, held)
         earlier, change = change, plan_change(files, manifest, held)
         if not change:  # so it was made, if an earlier attempt did not hear of it
             return Pushed.of(parent, None, manifest, earlier or change, notes)
-        draft = Draft(parent, create_pr=create_pr, patience=patience)
+        draft = hub.Draft(parent, create_pr=create_pr, patience=patience)
         _send(draft, change, progress)
         try:
             made, pull_request = draft.publish(_title(wanted, manifest))
         except HubConflictError:
             if attempt == _ATTEMPTS - 1:
                 raise
+            time.sleep(random.uniform(0, 1 + attempt))  # others are pushing as well
             continue
         _check_published(made, files, manifest, change)
         return Pushed.of(made, pull_request, manifest, change, notes)

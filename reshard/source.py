@@ -87,10 +87,11 @@ class Source(Protocol):
     def read(self, file: str, begin: int, end: int) -> bytes:
         """Exactly the bytes `begin` to `end`."""
 
-    def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+    def read_many(self, ranges: Iterable[Range], stop: Event | None = None) -> Iterator[memoryview]:
         """The bytes of all ranges, one after the other, in pieces of `CHUNK` bytes.
 
-        The last piece may be shorter. A piece is valid until the next one is asked for.
+        The last piece may be shorter. A piece is valid until the next one is asked for. `stop`: as
+        for `fetch`.
         """
 
     def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
@@ -160,7 +161,7 @@ class LocalSource:
     def read(self, file: str, begin: int, end: int) -> bytes:
         return b"".join(bytes(piece) for piece in self.read_many([Range(file, begin, end)]))
 
-    def read_many(self, ranges: Iterable[Range]) -> Iterator[memoryview]:
+    def read_many(self, ranges: Iterable[Range], stop: Event | None = None) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(CHUNK))
         filled = 0
         descriptors: dict[str, int] = {}
@@ -316,7 +317,8 @@ def check_weight_path(path: str, error: type[ReshardError], where: str, *, in_se
 
 def foreign_weights(files: Collection[str], ours: Collection[str]) -> list[str]:
     """The weight files among `files` that are not `ours`, sorted."""
-    weights = {path for path in files if path.lower().endswith(WEIGHT_SUFFIXES)}
+    suffixes = (*WEIGHT_SUFFIXES, ".ckpt", ".npz", ".pkl")
+    weights = {path for path in files if path.lower().endswith(suffixes)}
     return sorted(weights.difference(ours))
 
 

@@ -61,7 +61,7 @@ def split(
     current = _finished_set(root, manifest)
     if current and not (root / PARTIAL_NAME).exists() and _is_complete(current, asked):
         return Outcome(root, current.manifest)
-    with OutputDirectory.hold(root, _begun_as(plan, manifest)) as output:
+    with OutputDirectory.hold(root, _begun_as(plan, manifest), begun_from=source.name) as output:
         current = _finished_set(root, manifest)  # as it is now that nobody else writes it
         if current is None:
             output.require_fresh()
@@ -151,7 +151,7 @@ def _finished_set(root: Path, manifest: Manifest) -> BundleSet | None:
     if differences:
         hint = "choose another output directory"
         origin = current.source
-        if differences == ["source"] and origin.repo and origin.commit != manifest.source.commit:
+        if "source" in differences and origin.repo and origin.commit != manifest.source.commit:
             hint += f", or add to this one from SOURCE {origin.repo}@{origin.commit}"
         raise OutputError(
             f"{where} holds another set; it differs in {', '.join(differences)}", hint=hint

@@ -31,7 +31,7 @@ class FileTask:
 
     It is new and canonical, with `tensors` in their order; or has the same bytes as the existing
     file `same_as`; or as the file `whole` of a source that is elsewhere. `sha256` is its checksum,
-    and `stamp` what `same_as` must be still, where that is known. `stage` is the one that it is brought for, if it is brought for one.
+    and `stamp` what `same_as` must be still, where that is known. `linkable`: `same_as` is ours to share. `stage` is the one that it is brought for, if any.
     """
 
     path: str
@@ -41,6 +41,7 @@ class FileTask:
     whole: str | None = None
     sha256: str | None = None
     stamp: FileStamp | None = None
+    linkable: bool = True
     stage: int | None = None
 
     @property

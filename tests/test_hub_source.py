@@ -24,7 +24,7 @@ from reshard import build_plan, open_checkpoint, split
 from reshard.manifest import Manifest
 from reshard.names import natural_key
 from tests.checkpoints import build, read_dir, write_tensors
-from tests.conftest import Cli, Online, Result, tree
+from tests.conftest import Cli, Online, Result, refused, tree
 from tests.hub_server import Content, HubServer
 
 REPO = "org/model"
@@ -150,7 +150,7 @@ def without_headers(
     }
 
 
-def together(
+def results_of(
     online: Online, commands: Mapping[str, Sequence[object]], **variables: str | None
 ) -> dict[str, Result]:
     """The results of commands that have nothing to do with each other, by the same keys."""
@@ -171,16 +171,6 @@ def stop(process: subprocess.Popen[str], number: int) -> str:
     """End a process by a signal; what it says then."""
     process.send_signal(number)
     return process.communicate(timeout=20)[1]
-
-
-def refused(result: Result, *words: str, hint: bool = True) -> None:
-    """It ended with an error that says this, and not with a traceback."""
-    assert result.code == 1, result
-    assert "Traceback" not in result.err
-    assert re.search("^error: ", result.err, re.MULTILINE), result.err
-    assert not hint or re.search("^hint: ", result.err, re.MULTILINE), result.err
-    for word in words:
-        assert word in result.err
 
 
 def assert_unfinished(out: Path, whole: Path) -> None:
@@ -204,7 +194,6 @@ def test_revision_is_pinned_and_recorded(
     wanted = {
         REPO: second,
         f"hf://{REPO}": second,
-        f"{REPO}@main": second,
         f"{REPO}@{second}": second,
         f"{REPO}@v1": first,
         f"{REPO}@refs/pr/1": first,
@@ -214,7 +203,7 @@ def test_revision_is_pinned_and_recorded(
     outs = {name: tmp_path / str(number) for number, name in enumerate(wanted)}
     stage = ["--pp-size", 4, "--stage", 1]
     commands = {name: ["split", name, out, *stage] for name, out in outs.items()}
-    results = together(online, commands)
+    results = results_of(online, commands)
     for name, commit in wanted.items():
         assert results[name].code == 0, results[name].err
         source = manifest(outs[name])["source"]
@@ -268,7 +257,7 @@ def test_names_of_nothing(hub: HubServer, online: Online) -> None:
         f"{REPO}/config.json": (1, "no such directory"),
         "org/a--b..c": (2, "cannot be the name of a repository"),
     }
-    results = together(online, {name: ["plan", name, "--pp-size", 2] for name in expected})
+    results = results_of(online, {name: ["plan", name, "--pp-size", 2] for name in expected})
     for name, (code, words) in expected.items():
         assert results[name].code == code, name
         assert words in results[name].err, name
@@ -281,7 +270,7 @@ def test_names_of_nothing(hub: HubServer, online: Online) -> None:
 
 @pytest.mark.parametrize("command", [["plan", "--pp-size", "4"], ["inspect"]])
 def test_headers_are_enough(
-    hub: HubServer, online: Online, tmp_path: Path, command: list[str]
+    hub: HubServer, online: Online, cli: Cli, tmp_path: Path, command: list[str]
 ) -> None:
     source = build(tmp_path / "source", weights="fp8")  # headers longer than the first read
     hub.create(REPO, files(source))
@@ -293,11 +282,12 @@ def test_headers_are_enough(
         length = 8 + int.from_bytes((source / name).read_bytes()[:8], "little")
         assert length > PROBE
         assert ranges == [(0, PROBE), (PROBE, length)]
-    local = online(*command, source, "--json")
-    documents = [json.loads(r.out) for r in (result, local)]
-    for document in documents:
-        document.pop("source" if command == ["inspect"] else "", None)
-    assert documents[0] == documents[1]
+    remote, local = (json.loads(r.out) for r in (result, cli(*command, source, "--json")))
+    for document in (remote, local):
+        origin = document if command == ["inspect"] else document["source"]
+        for key in ("source", "repo", "commit"):
+            origin.pop(key, None)
+    assert remote == local
 
 
 def test_one_stage_takes_its_own_bytes_only(
@@ -345,7 +335,6 @@ def test_a_layer_is_one_request_where_it_lies_in_one_piece(
         ("qwen3_5_moe", {"weights": "fp8", "tied": True}),
         ("qwen3_vl_moe", {}),
         ("qwen3_5_moe", {"index": False, "shards": 3}),
-        ("qwen3_5_moe", {"weights": "autoround"}),
     ],
 )
 def test_the_same_files_as_from_a_local_directory(
@@ -393,7 +382,7 @@ def test_cached_snapshot_is_used_and_gives_the_same_set(
     plan = ["--pp-size", 4]
     online("split", REPO, tmp_path / "ranges", *plan)
     assert content(tmp_path / "ranges") == content(models / "out")
-    download(online)
+    snapshot = download(online)
 
     assert online("split", REPO, tmp_path / "cached", *plan).code == 0
     assert requested(hub) == []
@@ -405,15 +394,22 @@ def test_cached_snapshot_is_used_and_gives_the_same_set(
     hub.forget()
     offline = online("split", REPO, tmp_path / "offline", *plan, HF_HUB_OFFLINE="1")
     assert offline.code == 0, offline.err
-    assert "note: the Hub cannot be reached; taking " in offline.err
+    assert re.search(f"^note: .*offline.*; taking {snapshot}", offline.err, re.MULTILINE)
     assert hub.requests == []
     assert tree(tmp_path / "offline") == tree(tmp_path / "ranges")
 
     hub.close()
-    unreachable = online("split", REPO, tmp_path / "unreachable", *plan)
+    commands = {key: ["split", REPO, tmp_path / key, *plan] for key in ("unreachable", "alone")}
+    alone = online.start(*commands["alone"], HF_HOME=str(tmp_path / "empty-cache"))
+    unreachable = online(*commands["unreachable"])
     assert unreachable.code == 0, unreachable.err
-    assert "note: the Hub cannot be reached; taking " in unreachable.err
+    assert re.search(f"^note: .*cannot.*reach.*; taking {snapshot}", unreachable.err, re.MULTILINE)
     assert tree(tmp_path / "unreachable") == tree(tmp_path / "ranges")
+    out, err = alone.communicate(timeout=60)
+    refused(
+        Result(alone.returncode, out, err), f"{REPO}: cannot reach {hub.endpoint}", "HF_ENDPOINT"
+    )
+    assert not (tmp_path / "alone").exists()
 
 
 def test_only_what_the_cache_lacks_is_requested(
@@ -453,24 +449,19 @@ def test_cache_of_an_older_commit_is_not_used(
     second = hub.commit(REPO, files(models / "other"))
     names = {"new": REPO, "old": f"{REPO}@{first}"}
     out = {key: ["split", name, tmp_path / key, "--pp-size", 4] for key, name in names.items()}
-    together(online, out)
+    results_of(online, out)
     assert manifest(tmp_path / "new")["source"]["commit"] == second
     assert content(tmp_path / "new") == content(models / "other-out")
     assert content(tmp_path / "old") == content(models / "out")
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_neither_network_nor_cache(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path, closed: bool
+def test_offline_without_a_cache(
+    hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
     hub.create(REPO, files(models / "small"))
-    if closed:
-        hub.close()
-        result = online("split", REPO, tmp_path / "out", "--pp-size", 2)
-        refused(result, f"{REPO}: cannot reach {hub.endpoint}", "HF_ENDPOINT")
-    else:
-        result = online("split", REPO, tmp_path / "out", "--pp-size", 2, HF_HUB_OFFLINE="1")
-        refused(result, f"{REPO}: offline mode is on", "HF_HUB_OFFLINE")
+    result = online("split", REPO, tmp_path / "out", "--pp-size", 2, HF_HUB_OFFLINE="1")
+    refused(result, f"{REPO}: offline mode is on", "HF_HUB_OFFLINE", "the cache does not have it")
+    assert hub.requests == []
     assert not (tmp_path / "out").exists()
 
 
@@ -493,7 +484,7 @@ def test_stage_by_stage_is_the_same_as_all_at_once(
     assert overlap(without_headers(ranges, HEADER), without_headers(served(hub), HEADER)) == 0
 
 
-@pytest.mark.parametrize("changed", ["README.md", "tokenizer.json", "weights"])
+@pytest.mark.parametrize("changed", ["tokenizer.json", "weights"])
 def test_stage_of_another_commit_is_not_added(
     hub: HubServer, online: Online, models: Path, tmp_path: Path, changed: str
 ) -> None:
@@ -522,7 +513,8 @@ def test_verify_against_a_repository(
     equal = online("verify", out, "--source", REPO)
     assert equal.code == 0, equal.err
     assert "equal to the source" in equal.out
-    assert len(served(hub)["model.safetensors"]) <= HEADERS + PIECES
+    replicas = 1  # of the embedding, which has been compared before
+    assert len(served(hub)["model.safetensors"]) <= HEADERS + PIECES + replicas
 
     file = out / "stage-01-of-02/model-layer-00006.safetensors"
     damaged = bytearray(file.read_bytes())
@@ -546,69 +538,6 @@ def test_verify_against_a_repository(
 # --- the network ----------------------------------------------------------------------------------
 
 
-def test_every_kind_of_request_is_tried_again(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path
-) -> None:
-    hub.create(REPO, files(models / "small"))
-    for path in (
-        f"/api/models/{REPO}$",
-        "/tree/",
-        "/config.json",
-        "index.json$",
-        "00001-of-00002.safetensors$",
-        "/tokenizer.json",
-    ):
-        hub.fail("GET", path, **AGAIN)
-    for status in (408, 429, 500, 502, 503, 504):
-        hub.fail("GET", WEIGHTS, skip=4, status=status, headers={"Retry-After": "0"})
-    result = online("split", REPO, tmp_path / "out", "--pp-size", 2)
-    assert result.code == 0, result.err
-    assert f"note: the Hub answers 503; {WAITING} 0 s" in result.err
-    assert content(tmp_path / "out") == content(models / "small-out")
-    assert sum(r.status >= 400 for r in hub.requests) == 12
-
-
-@pytest.mark.parametrize(
-    "headers", [{"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1', "Retry-After": "400"}]
-)
-def test_it_waits_as_long_as_the_hub_asks(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path, headers: dict[str, str]
-) -> None:
-    hub.create(REPO, files(models / "small"))
-    hub.fail("GET", WEIGHTS, skip=6, status=429, headers=headers)
-    result = online("split", REPO, tmp_path / "out", "--pp-size", 2)
-    assert result.code == 0, result.err
-    assert f"note: the Hub answers 429; {WAITING} 1 s" in result.err
-    assert content(tmp_path / "out") == content(models / "small-out")
-
-
-def test_every_other_reason_and_length_of_waiting_is_told(
-    hub: HubServer, online: Online, models: Path
-) -> None:
-    """A short wait is no reason to be silent about the long one that follows at once."""
-    hub.create(REPO, files(models / "small"))
-    hub.fail("GET", "/config.json", **AGAIN)
-    hub.fail("GET", "/config.json", status=429, headers={"Retry-After": "2"})
-    result = online("plan", REPO, "--pp-size", 2)
-    assert f"note: the Hub answers 503; {WAITING} 0 s" in result.err
-    assert f"note: the Hub answers 429; {WAITING} 2 s" in result.err
-
-
-def test_what_was_received_before_a_cut_is_not_fetched_again(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path
-) -> None:
-    hub.create(REPO, files(models / "ordered"))
-    hub.fail("GET", "/blobs/", cut_after=1000)  # in a header
-    hub.fail("GET", "/blobs/", skip=3, times=3, cut_after=3000)
-    result = online("split", REPO, tmp_path / "out", "--pp-size", 2, "--jobs", 1)
-    assert result.code == 0, result.err
-    assert content(tmp_path / "out") == content(models / "ordered-out")
-    ranges = served(hub)
-    assert twice(ranges) == 0
-    assert [end - begin for begin, end in ranges["model.safetensors"]].count(3000) == 3
-    assert nbytes(ranges) == (models / "ordered/model.safetensors").stat().st_size
-
-
 def test_slow_and_cut_replies_of_many_connections(
     hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
@@ -624,7 +553,6 @@ def test_slow_and_cut_replies_of_many_connections(
 DATA = {"pattern": WEIGHTS, "skip": HEADERS + 1}
 REFUSALS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "403": ({"pattern": "/resolve/.*safetensors", "skip": 3, "status": 403}, ["permission"]),
-    "403 of the storage": ({**DATA, "status": 403}, ["permission refused"]),
     "401": ({"pattern": "/resolve/.*safetensors", "status": 401}, ["the token is not valid"]),
     "404": (
         {
@@ -652,7 +580,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
         {**DATA, "headers": {"Content-Range": "bytes 0-7/8"}},
         ["asked for bytes ", "answered 206 with bytes 0-7/8"],
     ),
-    "no range": ({**DATA, "headers": {"Content-Range": ""}}, ["asked for bytes "]),
     "corrupted header": ({"pattern": WEIGHTS, "corrupt": True}, ["model.safetensors: header"]),
     "corrupted config": (
         {"pattern": "/config.json", "corrupt": True},
@@ -666,9 +593,37 @@ REFUSALS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
 }
 
 
-class Trial(NamedTuple):
-    """A command that meets a fault, and is repeated; `between` is what the first run leaves."""
+RETRIED: dict[str, list[dict[str, Any]]] = {
+    "every request": [
+        *({"pattern": path, **AGAIN} for path in (f"models/{REPO}$", "/tree/", "/config.json")),
+        *({"pattern": path, **AGAIN} for path in (WEIGHTS, "/README.md", "/tokenizer.json")),
+        *(
+            {"pattern": WEIGHTS, "skip": 3 + n, "status": status, "headers": {"Retry-After": "0"}}
+            for n, status in enumerate((408, 429, 500, 502, 503, 504))
+        ),
+    ],
+    "asked to wait": [
+        {"pattern": WEIGHTS, "skip": 3, "status": 429, "headers": headers}
+        for headers in (
+            {"Retry-After": "1"},
+            {"RateLimit": '"api";r=0;t=2', "Retry-After": "400"},
+        )
+    ],
+    "two reasons": [
+        {"pattern": "/config.json", **AGAIN},
+        {"pattern": "/config.json", "status": 429, "headers": {"Retry-After": "1"}},
+    ],
+    "cut": [
+        {"pattern": "/blobs/", "cut_after": 1000},  # in the header
+        {"pattern": "/blobs/", "skip": 3, "times": 2, "cut_after": 3000},
+    ],
+}
 
+
+class Trial(NamedTuple):
+    """A command that meets faults, and is repeated; `between` is what the first run leaves."""
+
+    hub: HubServer
     first: Result
     between: Path
     again: Result
@@ -679,35 +634,69 @@ class Trial(NamedTuple):
 def trials(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trial]:
     """All at once, each with a Hub of its own, since there are many."""
 
-    def run(fault: Mapping[str, Any]) -> Trial:
+    def run(faults: Sequence[Mapping[str, Any]]) -> Trial:
         root = tmp_path_factory.mktemp("trial")
         out, between = root / "out", root / "between"
         with HubServer(root / "hub") as hub:
             hub.create(REPO, files(models / "ordered"))
-            hub.fail("GET", **fault)
+            for fault in faults:
+                hub.fail("GET", **fault)
             online = Online(hub, root / "hf-home")
             command = ["split", REPO, out, "--pp-size", 2, "--jobs", 1]
-            first = online(*command)
-            if out.exists():
-                shutil.copytree(out, between)
-            return Trial(first, between, online(*command), out)
+            first = again = online(*command)
+            if first.code:
+                if out.exists():
+                    shutil.copytree(out, between)
+                again = online(*command)
+            return Trial(hub, first, between, again, out)
 
+    wanted = RETRIED | {name: [fault] for name, (fault, _) in REFUSALS.items()}
     with ThreadPoolExecutor(4) as pool:
-        ended = pool.map(run, [fault for fault, _ in REFUSALS.values()])
-        return dict(zip(REFUSALS, ended, strict=True))
+        return dict(zip(wanted, pool.map(run, wanted.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_failure_leaves_nothing_wrong_and_the_same_command_finishes(
     models: Path, trials: Mapping[str, Trial], name: str
 ) -> None:
-    first, between, again, out = trials[name]
+    _, first, between, again, out = trials[name]
     words = REFUSALS[name][1]
     refused(first, *words, hint=name not in ("404", "corrupted header"))
     assert_unfinished(between, models / "ordered-out")
     assert again.code == 0, again.err
     assert content(out) == content(models / "ordered-out")
     assert not (out / ".reshard-partial").exists()
+
+
+@pytest.mark.parametrize("name", RETRIED)
+def test_what_passes_is_overcome(models: Path, trials: Mapping[str, Trial], name: str) -> None:
+    hub, first, _, _, out = trials[name]
+    assert first.code == 0, first.err
+    assert content(out) == content(models / "ordered-out")
+    faults = sum(fault.get("times", 1) for fault in RETRIED[name])
+    assert sum(r.status >= 400 for r in hub.requests) == (0 if name == "cut" else faults)
+
+
+def test_it_waits_as_long_as_the_hub_asks(trials: Mapping[str, Trial]) -> None:
+    told = trials["asked to wait"].first.err
+    assert f"the Hub answers 429; {WAITING} 1 s" in told
+    assert f"the Hub answers 429; {WAITING} 2 s" in told
+
+
+def test_every_other_reason_and_length_of_waiting_is_told(trials: Mapping[str, Trial]) -> None:
+    """A short wait is no reason to be silent about the long one that follows at once."""
+    told = trials["two reasons"].first.err
+    assert f"the Hub answers 503; {WAITING} 0 s" in told
+    assert f"the Hub answers 429; {WAITING} 1 s" in told
+
+
+def test_what_was_received_before_a_cut_is_not_fetched_again(
+    models: Path, trials: Mapping[str, Trial]
+) -> None:
+    ranges = served(trials["cut"].hub)
+    assert twice(ranges) == 0
+    assert [end - begin for begin, end in ranges["model.safetensors"]].count(3000) == 2
+    assert nbytes(ranges) == (models / "ordered/model.safetensors").stat().st_size
 
 
 def test_one_failure_ends_the_waits_of_other_connections(
@@ -762,7 +751,7 @@ def test_disk_that_fills_up_on_the_way(
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-MAY_READ = ("open with hf_readtoken", "private with hf_readtoken", "open with ")
+MAY_READ = ("private with hf_readtoken", "open with ")
 MAY_NOT_READ = {
     "private with ": ["has no such repository, or hides it", "log in with hf auth login"],
     "private with hf_stranger": ["has no such repository, or hides it", "private repository"],
@@ -801,22 +790,20 @@ def test_no_token_is_shown(
     hub.tokens[token] = "write"
     faults: dict[str, dict[str, Any]] = {
         "pin": {"pattern": "/api/models/org/pin", "status": 403},
-        "config": {"pattern": "org/config/resolve", "status": 400},
         "server": {"pattern": "/api/models/org/server", "status": 500, "times": 3},
         "header": {"pattern": "org/header/resolve/.*safetensors", "status": 401},
-        "data": {"pattern": "org/data/resolve/.*safetensors", "skip": 3, "status": 403},
         "storage": {"pattern": r"/blobs/.*=model\.safetensors$", "skip": 3, "status": 403},
     }
-    headers = {"X-Error-Message": f"token {token} is bad", "Retry-After": "0"}
+    headers = {"X-Error-Message": f"token {token} is bad, hf_another too", "Retry-After": "0"}
     for name, fault in faults.items():
         hub.create(f"org/{name}", files(models / ("ordered" if name == "storage" else "small")))
         hub.fail("GET", **fault, headers=headers)
     commands = {name: ["split", f"org/{name}", tmp_path / name, "--pp-size", 2] for name in faults}
-    results = together(online, commands, HF_TOKEN=token, RESHARD_DEBUG=debug)
+    results = results_of(online, commands, HF_TOKEN=token, RESHARD_DEBUG=debug)
     for name, result in results.items():
         assert result.code == 1, name
         assert ("is bad" in result.err) == (name != "header"), name
-        for secret in (token, token.removeprefix("hf_"), "/blobs/"):
+        for secret in (token, token.removeprefix("hf_"), "hf_another", "/blobs/"):
             assert secret not in result.out + result.err, name
         left = tree(tmp_path / name) if (tmp_path / name).exists() else {}
         assert token.encode() not in b"".join(left.values()), name
@@ -857,7 +844,7 @@ def test_killed_run_continues_with_what_is_missing(
     assert nbytes(second) < nbytes(first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_of_a_range(
     hub: HubServer, online: Online, large: Path, tmp_path: Path, number: int
 ) -> None:
@@ -895,7 +882,7 @@ def test_killed_again_and_again(
     hub.create(REPO, files(models / "source"))
     out = tmp_path / "out"
     command = ["split", REPO, out, "--pp-size", 4]
-    for _ in range(3):
+    for _ in range(2):
         hub.forget()
         hub.fail("GET", WEIGHTS, skip=4 + 30, times=8, **STUCK)
         process = online.start(*command)
@@ -984,30 +971,24 @@ BELOW_OR_OUTSIDE = [
 def test_paths_below_or_outside_are_left_alone(
     hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
-    for number, path in enumerate(BELOW_OR_OUTSIDE):
-        hub.create(f"org/m{number}", {**files(models / "small"), path: b"evil"})
-    base = tmp_path / "a/b"
-    outs = {path: base / str(number) / "out" for number, path in enumerate(BELOW_OR_OUTSIDE)}
-    commands = {
-        path: ["split", f"org/m{number}", outs[path], "--pp-size", 2]
-        for number, path in enumerate(BELOW_OR_OUTSIDE)
-    }
-    for path, result in together(online, commands).items():
-        assert result.code == 0, (path, result.err)
-        assert path not in requested(hub)
-        assert content(outs[path]) == content(models / "small-out")
+    hub.create(REPO, {**files(models / "small"), **dict.fromkeys(BELOW_OR_OUTSIDE, b"evil")})
+    out = tmp_path / "a/b/out"
+    result = online("split", REPO, out, "--pp-size", 2)
+    assert result.code == 0, result.err
+    assert not set(BELOW_OR_OUTSIDE) & set(requested(hub))
+    assert content(out) == content(models / "small-out")
     assert not [path for path in tmp_path.rglob("*evil*") if "hub-storage" not in path.parts]
-    assert sorted(path.name for path in base.glob("*/*")) == ["out"] * len(outs)
+    assert [path.name for path in (tmp_path / "a").glob("*/*")] == ["out"]
 
 
 def test_names_that_no_file_should_have(
     hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
-    names = {"slash": "a\\b", "long": "x" * 256, "stage": "stage-00-of-02", "dots": "..."}
+    names = {"slash": "a\\b", "stage": "stage-00-of-02", "dots": "..."}
     for key, name in names.items():
         hub.create(f"org/{key}", {**files(models / "small"), name: b"odd"})
     commands = {key: ["split", f"org/{key}", tmp_path / key, "--pp-size", 2] for key in names}
-    results = together(online, commands)
+    results = results_of(online, commands)
     dots = results.pop("dots")  # odd, but a name like any other
     assert dots.code == 0, dots.err
     assert (tmp_path / "dots/stage-00-of-02/...").read_bytes() == b"odd"
@@ -1029,9 +1010,7 @@ def test_control_characters_do_not_reach_the_terminal(
 
 
 NO_CHECKPOINTS: list[tuple[dict[str, bytes | None], str]] = [
-    ({"config.json": None}, "org/m0: there is no config.json"),
-    ({"config.json": b"[]"}, "config.json"),
-    ({"config.json": b'{"model_type": "llama"}'}, "llama"),
+    ({"config.json": None}, ": there is no config.json"),
     ({SHARD: POINTER}, f"{SHARD}: this is a git-lfs pointer, not weights"),
     ({SHARD: PAGE}, f"{SHARD}: looks like a web page, not weights"),
     ({SHARD: b""}, f"{SHARD}: file is empty"),
@@ -1056,7 +1035,7 @@ def test_repositories_that_are_no_checkpoints(
         words: ["split", f"org/m{number}", tmp_path / str(number), "--pp-size", 2]
         for number, (_, words) in enumerate(NO_CHECKPOINTS)
     }
-    for words, result in together(online, commands).items():
+    for words, result in results_of(online, commands).items():
         refused(result, words, hint=False)
     assert not [out for out in commands.values() if Path(str(out[2])).exists()]
 
@@ -1066,7 +1045,7 @@ def test_repository_of_another_format(hub: HubServer, online: Online, models: Pa
     hub.create(REPO, {"config.json": config, "pytorch_model.bin": b"\x80\x02" * 4000})
     refused(online("plan", REPO, "--pp-size", 2), "no safetensors files here, only pytorch_model")
     hub.create("org/empty")
-    refused(online("plan", "org/empty", "--pp-size", 2), "org/empty: there is no config.json")
+    refused(online("plan", "org/empty", "--pp-size", 2), "org/empty", "there is no config.json")
 
 
 # --- the license ----------------------------------------------------------------------------------
@@ -1083,21 +1062,18 @@ def test_license_of_the_model_card_is_recorded(
     cards = {
         "named": card(metadata),
         "broken": card("license: [other\n  - : x"),
-        "surrogate": card('license: "\\ud800"'),
-        "none": b"# Model\n",
     }
     for name, text in cards.items():
         hub.create(f"org/{name}", {**files(models / "small"), "README.md": text})
     stage = ["--pp-size", 2, "--stage", 0]
     commands = {name: ["split", f"org/{name}", tmp_path / name, *stage] for name in cards}
-    for name, result in together(online, commands).items():
+    for name, result in results_of(online, commands).items():
         assert result.code == 0, (name, result.err)
         assert not list((tmp_path / name).rglob("README.md"))
     link = "https://example.org/LICENSE"
     expected = {"license": "other", "license_name": "qwen", "license_link": link}
     assert manifest(tmp_path / "named")["source"]["license"] == expected
     assert manifest(tmp_path / "broken")["source"]["license"] is None
-    assert manifest(tmp_path / "none")["source"]["license"] is None
     named = Manifest.parse((tmp_path / "named/reshard.json").read_bytes(), "reshard.json")
     assert replace(named, source=replace(named.source, license=None)).set_id == named.set_id
 
@@ -1144,35 +1120,37 @@ def test_set_in_a_repository_is_split_again(
     assert len(served(hub)) == 12  # replicas come once
 
 
-@pytest.mark.parametrize("read", ["header", "side file"])
 def test_corrupted_reply_from_a_set_is_noticed(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path, read: str
+    hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
     hub.create("org/set", files(models / "small-out"))
-    path = "/resolve/[0-9a-f]+/merges.txt" if read == "side file" else r"layer-00001.safetensors$"
-    hub.fail("GET", path if read == "side file" else f"/blobs/.*{path}", corrupt=True)
     command = ["split", "org/set", tmp_path / "out", "--pp-size", 1]
-    refused(online(*command), "merges.txt" if read == "side file" else "layer-00001")
-    assert not (tmp_path / "out/reshard.json").exists()
+    for name, path in {
+        "model-layer-00001.safetensors": "/blobs/.*layer-00001.safetensors$",  # its header
+        "merges.txt": "/resolve/[0-9a-f]+/merges.txt",
+    }.items():
+        hub.fail("GET", path, corrupt=True)
+        refused(online(*command), name)
+        assert not (tmp_path / "out/reshard.json").exists()
     assert online(*command).code == 0
     divide(models / "small-out", tmp_path / "local", 1)
     assert without_local(tmp_path / "out") == without_local(tmp_path / "local")
 
 
-@pytest.mark.parametrize("how", ["missing", "other bytes", "other size"])
 def test_set_that_is_not_whole_is_refused(
-    hub: HubServer, online: Online, models: Path, tmp_path: Path, how: str
+    hub: HubServer, online: Online, models: Path, tmp_path: Path
 ) -> None:
     path = "stage-01-of-02/model-layer-00001.safetensors"
-    held: dict[str, Content] = files(models / "small-out")
-    content = (models / "small-out" / path).read_bytes()
-    held[path] = content[:-1] + (bytes([content[-1] ^ 1]) if how == "other bytes" else b"")
-    if how == "missing":
-        del held[path]
-    hub.create("org/set", held)
-    result = online("split", "org/set", tmp_path / "out", "--pp-size", 1)
-    refused(result, path)
-    assert not (tmp_path / "out").exists()
+    held = files(models / "small-out")
+    data = (models / "small-out" / path).read_bytes()
+    hub.create("org/missing", {name: file for name, file in held.items() if name != path})
+    hub.create("org/bytes", {**held, path: data[:-1] + bytes([data[-1] ^ 1])})
+    hub.create("org/size", {**held, path: data[:-1]})
+    names = ("missing", "bytes", "size")
+    commands = {name: ["split", f"org/{name}", tmp_path / name, "--pp-size", 1] for name in names}
+    for name, result in results_of(online, commands).items():
+        refused(result, path)
+        assert not (tmp_path / name).exists()
 
 
 def test_part_of_a_set_is_not_split_again(

@@ -72,7 +72,7 @@ def places(of: Sequence[Segment]) -> list[tuple[str, int, int]]:
     return sorted((s.file, b, s.at + b - s.begin) for s in of for b in range(s.begin, s.end))
 
 
-@given(apart() | any_segments(), max_bytes, st.integers(1, 2000))
+@given(apart() | any_segments(), max_bytes, st.integers(1, 9) | st.integers(1, 2000))
 def test_every_wanted_byte_arrives_once_and_at_its_place(
     wanted: list[Segment], limit: int, length: int
 ) -> None:
