@@ -10,7 +10,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -428,7 +428,9 @@ class _Sayer(logging.Handler):
     _said: tuple[str, float] = ("", 0.0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        alike = re.sub(r"\d", "0", record.getMessage())
+        alike = re.sub(
+            r"\d(?=[\d.]* ?s\b)", "0", record.getMessage()
+        )  # other seconds, as many digits
         last, when = self._said
         if not self.quiet and (alike != last or record.created - when > 1):
             self._said = (alike, record.created)
@@ -448,7 +450,7 @@ def _working(display: Display, *, writes: bool = True) -> Iterator[Bars]:
     """Progress of long work, which the user may interrupt."""
     bars = display.progress()
     for number in _SIGNALS:  # end as Ctrl-C does: temporary files removed
-        signal.signal(number, signal.default_int_handler)
+        _on_signal(number, signal.default_int_handler)
     try:
         yield bars
     except KeyboardInterrupt:
@@ -564,7 +566,7 @@ def main() -> None:
     its_waits.addFilter(lambda record: record.getMessage().startswith(("Rate limit", "Retrying")))
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
-    signal.signal(signal.SIGINT, _end_at_once)  # until there is anything to tidy up
+    _on_signal(signal.SIGINT, _end_at_once)  # until there is anything to tidy up
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -586,6 +588,12 @@ def main() -> None:
         _fail("a JSON file is nested too deeply")
     except MemoryError:
         _fail("there is not enough memory")
+
+
+def _on_signal(number: signal.Signals, handler: Callable[..., object]) -> None:
+    """Handle a signal, unless it is ignored, as under nohup."""
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def _end_at_once(*_: object) -> None:

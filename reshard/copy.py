@@ -12,7 +12,14 @@ from pathlib import Path
 from threading import Event
 
 from reshard.bundle import BundleSet
-from reshard.errors import BundleError, SourceChangedError, StorageError, quoted, storage_errors
+from reshard.errors import (
+    BundleError,
+    ReshardError,
+    SourceChangedError,
+    StorageError,
+    quoted,
+    storage_errors,
+)
 from reshard.fetch import fetch_tasks
 from reshard.header import TensorInfo, encode_header
 from reshard.output import OutputDirectory, check_space
@@ -179,20 +186,28 @@ def _take(
         if checksums and sha256 is None:
             sha256 = sha256_of(pieces)
         return FinishedTask(task.path, how, sha256)
-    found = write_pieces(task.path, pieces, output, checksums or sha256 is not None)
-    if sha256 is not None and found != sha256:
-        raise BundleError(
-            f"{quoted(str(existing))}: its sha256 is {found}, the manifest says {sha256}",
-            hint="the file is damaged; fetch or split it again",
-        )
-    return FinishedTask(task.path, "copied", found)
+    wrong = BundleError(
+        f"{quoted(str(existing))}: its sha256 is not {sha256}, as the manifest says",
+        hint="the file is damaged; fetch or split it again",
+    )
+    expected = (sha256, wrong) if sha256 is not None else None
+    return FinishedTask(
+        task.path, "copied", write_pieces(task.path, pieces, output, checksums, expected)
+    )
 
 
 def write_pieces(
-    path: str, pieces: Iterable[memoryview], output: OutputDirectory, checksum: bool
+    path: str,
+    pieces: Iterable[memoryview],
+    output: OutputDirectory,
+    checksum: bool,
+    expected: tuple[str, ReshardError] | None = None,
 ) -> str | None:
-    """Write a new file, durably; its sha256 is that of the bytes as they were copied."""
-    digest = hashlib.sha256() if checksum else None
+    """Write a new file, durably; its sha256 is that of the bytes as they were copied.
+
+    `expected`: what the sha256 must be, and what to raise otherwise, before the file has its name.
+    """
+    digest = hashlib.sha256() if checksum or expected is not None else None
     with output.create(path) as temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o666)
@@ -208,6 +223,8 @@ def write_pieces(
                     begun = written
                 if digest is not None:  # while the disk is busy
                     digest.update(piece)
+            if expected is not None and digest is not None and digest.hexdigest() != expected[0]:
+                raise expected[1]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -58,10 +58,10 @@ def finish_directory(
     prefix = f"{directory}/" if directory else ""
     for side in manifest.side_files:
         pieces = source.read_many([Range(side.name, 0, side.bytes)])
-        if write_pieces(prefix + side.name, pieces, output, checksum=True) != side.sha256:
-            raise SourceChangedError(
-                f"{quoted(side.name)} changed since it was planned", hint="run the command again"
-            )
+        changed = SourceChangedError(
+            f"{quoted(side.name)} changed since it was planned", hint="run the command again"
+        )
+        write_pieces(prefix + side.name, pieces, output, True, (side.sha256, changed))
     output.write(prefix + INDEX_NAME, encode_index(weight_map, total_size))
     output.sync_directory(directory)
     if with_manifest:

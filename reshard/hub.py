@@ -151,7 +151,9 @@ class Repository:
                 if not url:
                     return files
                 if url in pages or not url.startswith(f"{constants.ENDPOINT}/"):
-                    raise HubReplyError(f"{self.reference}: the list of files leads elsewhere")
+                    raise HubReplyError(
+                        f"{self.reference}: the list of files leads elsewhere", hint=_SETTINGS
+                    )
                 pages.add(url)
 
     def cached(self, path: str) -> Path | None:
@@ -180,18 +182,19 @@ class Repository:
         part = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url(path), **_request_options(part)) as reply:
             hf_raise_for_status(reply)
-            expected = (206, f"bytes {begin}-{end - 1}/{size}", str(end - begin), "identity")
-            found = (
-                reply.status_code,
-                reply.headers.get("Content-Range"),
-                reply.headers.get("Content-Length"),
-                reply.headers.get("Content-Encoding", "identity"),
-            )
-            if found != expected:
+            wanted = f"bytes {begin}-{end - 1}/{size}"
+            found = reply.headers.get("Content-Range")
+            length = reply.headers.get("Content-Length")
+            encoding = reply.headers.get("Content-Encoding", "identity")
+            if (reply.status_code, found, length, encoding) != (
+                206,
+                wanted,
+                str(end - begin),
+                "identity",
+            ):
                 raise HubReplyError(
-                    f"{self.reference}: {quoted(path)}: the server answered "
-                    f"{quoted(' '.join(map(str, found)))} where {' '.join(map(str, expected))} was "
-                    "asked for",
+                    f"{self.reference}: {quoted(path)}: asked for {wanted}, the server answered "
+                    f"{reply.status_code} with {quoted(f'{found}, length {length}, {encoding}')}",
                     hint="a proxy on the way may not pass range requests on; "
                     "hf download fetches whole files instead",
                 )

@@ -11,7 +11,7 @@ import pytest
 
 from reshard import fetch, open_checkpoint
 from reshard.canonical import plan_files
-from reshard.errors import BundleError, HubError, OutputError
+from reshard.errors import BundleError, HubError, HubReplyError, OutputError
 from reshard.fetch import fetch_tasks
 from reshard.output import OutputDirectory
 from reshard.progress import Silent
@@ -28,6 +28,7 @@ class FarSource(LocalSource):
     def __init__(self, root: Path, budget: int = 1 << 60) -> None:
         super().__init__(root)
         self.budget = budget
+        self.error: HubError = HubError("the line is cut")
         self.sent: list[Range] = []
 
     def local_path(self, file: str) -> Path | None:
@@ -39,7 +40,7 @@ class FarSource(LocalSource):
             step = min(PIECE, end - position)
             self.budget -= step
             if self.budget < 0:
-                raise HubError("the line is cut")
+                raise self.error
             yield self.read(file, position, position + step)
             self.sent.append(Range(file, position, position + step))
             position += step
@@ -174,6 +175,21 @@ def test_what_does_not_fit_is_fetched_anew(
         notes.write_bytes(b"0" * 64 + b"\n" + notes.read_bytes().partition(b"\n")[2])
     else:
         (out / ".reshard-partial" / "journal").unlink()
+    far = FarSource(source)
+    bring(task, far, out)
+    assert far.sent_bytes == sum(tensor.nbytes for tensor in task.tensors)
+
+
+def test_nothing_of_a_reply_that_was_not_asked_for_is_kept(
+    tmp_path: Path, source: Path, task: FileTask
+) -> None:
+    """Who sends one wrong reply may have sent another: all of it comes anew."""
+    out = tmp_path / "out"
+    liar = FarSource(source, 9500)
+    liar.error = HubReplyError("of another length")
+    with pytest.raises(HubReplyError):
+        bring(task, liar, out)
+    assert ".ranges" not in parts(out)
     far = FarSource(source)
     bring(task, far, out)
     assert far.sent_bytes == sum(tensor.nbytes for tensor in task.tensors)

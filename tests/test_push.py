@@ -95,7 +95,7 @@ def test_push_is_one_commit_that_makes_the_repository_the_set(
     assert max(i for i, (method, _) in enumerate(requests) if method == "PUT") < commit
     assert len(sent(hub)) == len(set(sent(hub)))  # replicas are sent once
     assert f"{REPO} at {hub.head(REPO)}: " in result.out
-    assert f"reshard pull {REPO} /models/source --stage 3" in result.out
+    assert f"reshard pull {REPO}@{hub.head(REPO)} /models/source --stage 3" in result.out
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_json(hub: HubServer, online: Online, sets: Path) -> None:
         "notes": [],
     }
     assert [(node["node"], node["stages"]) for node in launch] == [(1, [1])]
-    assert launch[0]["pull"] == f"reshard pull {REPO} /models/source --stage 1"
+    assert launch[0]["pull"] == f"reshard pull {REPO}@{hub.head(REPO)} /models/source --stage 1"
     assert result.err == ""
 
 
@@ -384,8 +384,9 @@ def test_stages_are_not_added_to_another_set(hub: HubServer, online: Online, set
     refused(
         online("push", sets / "out", REPO, "--stage", "1"),
         "holds another set; it differs in partition, stages",
-        "without --stage, push replaces it",
+        "only a push of all stages replaces it",
     )
+    refused(online("push", sets / "one", REPO), "holds another set", "only a push of all stages")
     assert hub.head(REPO) == head
     assert {r.method for r in hub.requests} == {"GET"}
 
@@ -411,7 +412,7 @@ def damage(out: Path, kind: str) -> None:
         (out / ".reshard-partial").mkdir()
 
 
-def test_set_that_is_not_whole_is_refused_before_any_request(
+def test_set_that_is_not_whole_is_refused_before_anything_is_sent(
     hub: HubServer, online: Online, sets: Path, tmp_path: Path
 ) -> None:
     kinds = {
@@ -428,7 +429,7 @@ def test_set_that_is_not_whole_is_refused_before_any_request(
         commands.append(("push", tmp_path / kind, REPO))
     for word, result in zip(kinds.values(), together(online, *commands), strict=True):
         refused(result, word)
-    assert not hub.requests and not hub.repositories
+    assert {request.method for request in hub.requests} <= {"GET"} and not hub.repositories
 
 
 def test_damage_in_the_stage_to_add_is_refused(
@@ -437,7 +438,7 @@ def test_damage_in_the_stage_to_add_is_refused(
     shutil.copytree(sets / "out", tmp_path / "out")
     damage(tmp_path / "out", "flipped")
     refused(online("push", tmp_path / "out", REPO, "--stage", "1"), "model-layer-00002")
-    assert not hub.requests
+    assert {request.method for request in hub.requests} <= {"GET"} and not hub.repositories
 
 
 def test_damage_beside_the_stage_to_add_is_not_published(
