@@ -13,10 +13,7 @@ show() {
 
 # On one machine. Each of the two commands continues if it was killed.
 show reshard split "$source" "$dir/bundles" --pp-size "$pp_size"
-show reshard push "$dir/bundles" "$repo"
-
-# The set is there already, so this changes nothing and tells the commit.
-commit=$(reshard push "$dir/bundles" "$repo" --json --quiet |
+commit=$(reshard push "$dir/bundles" "$repo" --json |
     python -c 'import json, sys; print(json.load(sys.stdin)["commit"])')
 
 # On each node one of these, with the same path on all; here all of them, with different paths.

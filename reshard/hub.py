@@ -99,9 +99,9 @@ class HubFile(NamedTuple):
         lfs = entry.get("lfs")
         file = cls(lfs["size"] if lfs else entry["size"], lfs["oid"] if lfs else None, entry["oid"])
         if type(file.size) is not int or file.size < 0 or not isinstance(file.blob_id, str):
-            raise TypeError("size or oid")
+            raise TypeError
         if not isinstance(entry["path"], str) or (lfs and not _SHA256.fullmatch(lfs["oid"])):
-            raise TypeError("path or sha256")
+            raise TypeError
         return file
 
 
@@ -128,7 +128,7 @@ class Repository:
                 tries=3,  # where there is no network, people should not wait long to hear it
             )
             if not _COMMIT.fullmatch(info.sha or ""):
-                raise ValueError("no commit")
+                raise ValueError
         return cls(reference, str(info.sha))
 
     def files(self) -> dict[str, HubFile]:
@@ -468,8 +468,8 @@ def _translated(
         raise HubError(f"{what}: {_reason(error)}", hint=_SETTINGS) from error
     except _NOT_OF_A_HUB as error:
         raise HubReplyError(
-            f"{what}: {_endpoint()} does not answer as a Hub does, or cannot be asked: "
-            f"{type(error).__name__}: {_reason(error)}",
+            f"{what}: {_endpoint()} does not answer as a Hub does, or cannot be asked "
+            f"({_reason(error)})",
             hint=_SETTINGS,
         ) from error
 

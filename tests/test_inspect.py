@@ -120,6 +120,8 @@ def test_set_says_what_it_was_made_for(tmp_path: Path, cli: Cli) -> None:
         "partition": "vllm",
         "engine": "vllm",
         "engine_version": "0.33.0",
+        "source_repo": None,
+        "source_commit": None,
         "excluded": ["mtp"],
     }
     shown = cli("inspect", tmp_path / "out").out
