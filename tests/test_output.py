@@ -209,10 +209,10 @@ def test_what_another_run_did_meanwhile_is_seen(
     hold = OutputDirectory.hold
 
     def run(first: list[object], meanwhile: list[object]) -> int:
-        def other_first(*arguments: object) -> object:
+        def other_first(*arguments: object, **named: object) -> object:
             monkeypatch.setattr(OutputDirectory, "hold", hold)
             assert cli(*meanwhile).code == 0
-            return hold(*arguments)  # type: ignore[arg-type]
+            return hold(*arguments, **named)  # type: ignore[arg-type]
 
         monkeypatch.setattr(OutputDirectory, "hold", other_first)
         return cli(*first).code
