@@ -26,12 +26,18 @@ PARTIAL_NAME = ".reshard-partial"
 """The directory in an unfinished output that holds its lock and its journal."""
 
 
+_PUSH_AGAIN = "push this stage again: reshard push OUT REPO --stage K"
 _WHAT_TO_GIVE = "give the output directory of reshard split or pull, or one of its stages"
 
 
 def stage_directory(stage: int, pp_size: int) -> str:
     """`stage-02-of-04`: numbered from 0, as pipeline ranks are."""
     return f"stage-{stage:02d}-of-{pp_size:02d}"
+
+
+def prefix_of(directory: str) -> str:
+    """What stands before the names of a directory's files: nothing, for the set itself (``)."""
+    return f"{directory}/" if directory else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,7 @@ class BundleSet:
 
     def path_of(self, stage: int, file: str) -> str:
         """The path of a present stage's file, relative to the set."""
-        directory = self.directory_of(stage)
-        return f"{directory}/{file}" if directory else file
+        return prefix_of(self.directory_of(stage)) + file
 
     def locate(self) -> dict[str, str]:
         """Every present weight file, once: its name -> its path in the lowest stage that has it."""
@@ -113,25 +118,25 @@ class BundleSet:
         if not self.source.holds(path, record.bytes):
             raise BundleError(
                 f"{quoted(path)}: missing, or not of the size in the manifest: the set is not whole",
-                hint="push this stage again: reshard push OUT REPO --stage K",
+                hint=_PUSH_AGAIN,
             )
         published = self.source.published_sha256(path)
         if None not in (published, record.sha256) and published != record.sha256:
             raise BundleError(
                 f"{quoted(path)}: its published sha256 is {published}, the manifest says "
                 f"{record.sha256}",
-                hint="push this stage again: reshard push OUT REPO --stage K",
+                hint=_PUSH_AGAIN,
             )
         return record.sha256 or published
 
     def in_place(self, directory: str, sizes: Mapping[str, int]) -> bool:
         """Whether these files lie in a directory of the set, in their sizes; nothing is read."""
-        prefix = f"{directory}/" if directory else ""
+        prefix = prefix_of(directory)
         return all(self.source.holds(prefix + name, size) for name, size in sizes.items())
 
     def complete(self, directory: str) -> bool:
         """Whether what stands beside the weights is in place: side files, index and manifest."""
-        prefix = f"{directory}/" if directory else ""
+        prefix = prefix_of(directory)
         sides = {side.name: side.bytes for side in self.manifest.side_files}
         others = all(self.source.holds(prefix + name) for name in (INDEX_NAME, MANIFEST_NAME))
         return others and self.in_place(directory, sides)

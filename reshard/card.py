@@ -13,7 +13,7 @@ from reshard.launch import node_commands
 from reshard.manifest import LicenseFacts, Manifest, StageRecord
 from reshard.placement import ENGINES
 from reshard.reference import HubReference
-from reshard.units import size
+from reshard.units import size, span
 from reshard.version import __version__
 
 CARD_NAME = "README.md"
@@ -135,8 +135,7 @@ def _row(stage: StageRecord, manifest: Manifest) -> str:
     )
     nbytes = sum(file.tensor_bytes for file in stage.files)
     here = "yes" if stage.stage in manifest.present else "not yet"
-    first, last = stage.start_layer, stage.end_layer - 1
-    layers = f"{first}-{last}" if last > first else str(first)
+    layers = span(stage.start_layer, stage.end_layer - 1)
     return f"| {stage.stage} | {layers} | {', '.join(others)} | {size(nbytes)} | {here} |"
 
 

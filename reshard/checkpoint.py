@@ -70,7 +70,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Identifies the source: file names, sizes, headers, and the data by its published sha256.
 
-        Where there is none, a sample of the data stands for it. An output of reshard has the fingerprint of the checkpoint it was made from.
+        Where there is none, a sample of the data stands for it. An output of reshard has the
+        fingerprint of the checkpoint it was made from.
         """
         if self.bundle is not None:
             return self.bundle.manifest.source.fingerprint

@@ -428,9 +428,8 @@ class _Sayer(logging.Handler):
     _said: tuple[str, float] = ("", 0.0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        alike = re.sub(
-            r"\d(?=[\d.]* ?s\b)", "0", record.getMessage()
-        )  # other seconds, as many digits
+        # Other seconds, but as many digits of them, are no news.
+        alike = re.sub(r"\d(?=[\d.]* ?s\b)", "0", record.getMessage())
         last, when = self._said
         if not self.quiet and (alike != last or record.created - when > 1):
             self._said = (alike, record.created)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from reshard.errors import printable, quoted, say
 from reshard.launch import NodeCommands
-from reshard.units import counted, size
+from reshard.units import counted, size, span
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -157,11 +157,10 @@ _STAGE_COLUMNS: tuple[tuple[str, Any], ...] = (
 
 def _stage_row(stage: Mapping[str, Any], replicated: Sequence[Mapping[str, Any]]) -> list[str]:
     """The cells of a stage, for `_STAGE_COLUMNS`."""
-    first, last = stage["start_layer"], stage["end_layer"] - 1
     replicas = [r["component"] for r in replicated if r["stage"] == stage["stage"]]
     return [
         str(stage["stage"]),
-        f"{first}-{last}" if last > first else str(first),
+        span(stage["start_layer"], stage["end_layer"] - 1),
         size(stage["bytes"]),
         str(len(stage["files"])),
         f"{stage['tensors']:,}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.bundle import checked_header
+from reshard.bundle import checked_header, prefix_of
 from reshard.copy import write_pieces
 from reshard.errors import SourceChangedError, quoted
 from reshard.index import INDEX_NAME, encode_index
@@ -55,7 +55,7 @@ def finish_directory(
     Side files are copies, never links: people edit them in place. Raises `SourceChangedError`
     where one is not what the manifest says any more.
     """
-    prefix = f"{directory}/" if directory else ""
+    prefix = prefix_of(directory)
     for side in manifest.side_files:
         pieces = source.read_many([Range(side.name, 0, side.bytes)])
         changed = SourceChangedError(

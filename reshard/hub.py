@@ -60,7 +60,7 @@ from reshard.errors import (
 )
 from reshard.patience import TRIES, Patience, is_transient
 from reshard.reference import HubReference
-from reshard.source import foreign_weights
+from reshard.source import COMMIT, SHA256, foreign_weights
 from reshard.version import __version__
 
 _ClientError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -78,8 +78,6 @@ _NOT_OF_A_HUB = (
 """What the library raises for replies that no Hub sends, and for settings that are not sane."""
 
 _SETTINGS = "check the variables HF_ENDPOINT, HF_TOKEN and HF_HUB_*, proxies and certificates"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKEN = re.compile(r"\b(hf|api_org)_\w{4,}")
 
 _api = HfApi(library_name="reshard", library_version=__version__)
@@ -100,7 +98,7 @@ class HubFile(NamedTuple):
         file = cls(lfs["size"] if lfs else entry["size"], lfs["oid"] if lfs else None, entry["oid"])
         if type(file.size) is not int or file.size < 0 or not isinstance(file.blob_id, str):
             raise TypeError
-        if not isinstance(entry["path"], str) or (lfs and not _SHA256.fullmatch(lfs["oid"])):
+        if not isinstance(entry["path"], str) or (lfs and not SHA256.fullmatch(lfs["oid"])):
             raise TypeError
         return file
 
@@ -127,7 +125,7 @@ class Repository:
                 ),
                 tries=3,  # where there is no network, people should not wait long to hear it
             )
-            if not _COMMIT.fullmatch(info.sha or ""):
+            if not COMMIT.fullmatch(info.sha or ""):
                 raise ValueError
         return cls(reference, str(info.sha))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from threading import Event
 from types import ModuleType
@@ -74,12 +73,13 @@ def load_hub() -> ModuleType:
     Raises `HubError` where the library cannot be imported, as with variables that are no numbers.
     """
     try:
-        return import_module("reshard.hub")
+        from reshard import hub
     except (ValueError, ImportError) as error:
         raise HubError(
             f"huggingface_hub cannot be used: {quoted(str(error))}",
             hint="check the variables HF_*, and the installation",
         ) from error
+    return hub
 
 
 class HubSource:

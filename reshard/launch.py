@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
+from reshard.units import span
 
 _LARGE_FILE = 4_000_000_000
 """Layer files above this size fill host memory when SGLang loads ten of them at once."""
@@ -46,7 +47,7 @@ def node_commands(manifest: Manifest, where: str, nodes: int | None = None) -> l
     for node, stages in enumerate(shares):
         if not set(stages) <= set(manifest.present):
             continue
-        wanted = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
+        wanted = span(stages[0], stages[-1])
         pull = ["reshard", "pull", where, model_path, "--stage", wanted]
         launch = _launch(manifest, model_path, node, len(shares))
         commands.append(NodeCommands(node, list(stages), shlex.join(pull), launch))

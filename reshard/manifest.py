@@ -12,13 +12,12 @@ from reshard.config import MAX_LAYERS
 from reshard.errors import BundleError, quoted
 from reshard.names import Component
 from reshard.placement import ENGINES
-from reshard.source import STAGE_DIRECTORY, WEIGHT_SUFFIXES, is_plain_name
+from reshard.source import SHA256, STAGE_DIRECTORY, WEIGHT_SUFFIXES, is_plain_name
 from reshard.strict_json import decode, digest, parse_object, pretty
 
 MANIFEST_NAME = "reshard.json"
 FORMAT_VERSION = 1
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(
     r"model-(?:layer-(?P<layer>[0-9]{5})|(?P<kind>visual|embed|head|mtp))"
     r"(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
@@ -249,7 +248,7 @@ def _check_consistent(manifest: Manifest, what: str) -> None:
     hashes = [side.sha256 for side in manifest.side_files]
     hashes += [f.header_sha256 for stage in stages for f in stage.files]
     hashes += [f.sha256 for stage in stages for f in stage.files if f.sha256 is not None]
-    check(all(map(_SHA256.fullmatch, hashes)), "a checksum is no sha256")
+    check(all(map(SHA256.fullmatch, hashes)), "a checksum is no sha256")
     check(bool(stages), "there are no stages")
     check([s.stage for s in stages] == list(range(len(stages))), "stages are not numbered in order")
     present = manifest.present

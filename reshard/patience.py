@@ -36,9 +36,7 @@ class Patience:
         """
         response = getattr(error, "response", None)
         self._failures += 1
-        if self._failures == self._tries:
-            raise error
-        if not is_transient(error):
+        if self._failures == self._tries or not is_transient(error):
             raise error
         wait = _asked_wait(response.headers) if response is not None else None
         if wait is None:

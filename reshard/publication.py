@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.bundle import BundleSet, stage_directory
+from reshard.bundle import BundleSet, prefix_of, stage_directory
 from reshard.card import CARD_NAME, MAX_OWN_CARD, is_ours, model_card
 from reshard.errors import BundleError, HubError, listed, storage_errors
 from reshard.hub_source import HubSource, blob_sha1
 from reshard.index import INDEX_NAME, encode_index, parse_index
 from reshard.manifest import MANIFEST_NAME, Manifest
 from reshard.reference import HubReference
+from reshard.report import WeightFile
 from reshard.source import foreign_weights, read_json
 
 if TYPE_CHECKING:
@@ -84,9 +85,14 @@ class Held:
                 hint=error.hint or _ELSEWHERE,
             ) from None
 
+    @property
+    def set_paths(self) -> set[str]:
+        """The files that its manifest speaks for, whether they are there or not."""
+        return set(paths_of(self.manifest)) if self.manifest is not None else set()
+
     def replaced_notes(self, files: Mapping[str, Content]) -> tuple[str, ...]:
         """Which files of somebody else `files` take the place of."""
-        ours = set(paths_of(self.manifest)) if self.manifest else set()
+        ours = self.set_paths
         replaced = [
             path
             for path, content in files.items()
@@ -103,8 +109,7 @@ class Held:
         That set must be the one of `manifest`, too, if `adding_only`, or if `stages`, which are to
         be pushed, are not all: nothing whole is replaced by parts.
         """
-        ours = set(paths_of(self.manifest)) if self.manifest else set()
-        foreign = foreign_weights(self.files, ours)
+        foreign = foreign_weights(self.files, self.set_paths)
         where = self.source.name
         if foreign:
             raise HubError(
@@ -127,20 +132,20 @@ class LocalStages:
     `sides`: the directory of a stage, whose side files are proved too.
     """
 
-    def __init__(self, bundle: BundleSet, stages: Sequence[int], sha256: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        bundle: BundleSet,
+        stages: Sequence[int],
+        sha256: Mapping[str, str],
+        weights: Iterable[WeightFile],
+    ) -> None:
         self.bundle = bundle
         self.stages = stages
         self.sha256 = sha256
+        self.tensors = {
+            file.record.name: [tensor.name for tensor in file.header.tensors] for file in weights
+        }
         self.sides = bundle.root / bundle.directory_of(stages[0])
-        self.paths: dict[tuple[int, str], Path] = {}
-        self.tensors: dict[str, list[str]] = {}
-        for stage in stages:
-            for file in bundle.manifest.stages[stage].files:
-                path = bundle.path_of(stage, file.name)
-                self.paths[stage, file.name] = bundle.root / path
-                if file.name not in self.tensors:
-                    header = bundle.header(path, file)
-                    self.tensors[file.name] = [tensor.name for tensor in header.tensors]
 
 
 def plan_change(files: Mapping[str, Content], manifest: Manifest, held: Held) -> Change:
@@ -157,8 +162,7 @@ def plan_change(files: Mapping[str, Content], manifest: Manifest, held: Held) ->
             adds[path] = content
         else:
             copies[path] = twin
-    old = set(paths_of(held.manifest)) if held.manifest else set()
-    deletes = old.intersection(held.files).difference(paths_of(manifest), _NEVER_DELETED)
+    deletes = held.set_paths.intersection(held.files).difference(paths_of(manifest), _NEVER_DELETED)
     return Change(adds, copies, sorted(deletes))
 
 
@@ -192,34 +196,31 @@ def wanted_files(local: LocalStages, held: Held) -> tuple[Manifest, dict[str, Co
     files: dict[str, Content] = {}
     for stage in local.stages:
         directory = stage_directory(stage, ours.pp_size)
-        records = ours.stages[stage].files
-        for file in records:
-            path = local.paths[stage, file.name]
+        for file in ours.stages[stage].files:
+            path = local.bundle.root / local.bundle.path_of(stage, file.name)
             files[f"{directory}/{file.name}"] = Content(path, file.bytes, local.sha256[file.name])
         seen = ours.seen_from((stage,), sha256, root=False)
-        _add_others(files, f"{directory}/", local.sides, seen, tensors, lambda _, name: name)
-    _add_others(
-        files, "", local.sides, manifest, tensors, lambda directory, name: f"{directory}/{name}"
-    )
+        _add_others(files, directory, local.sides, seen, tensors)
+    _add_others(files, "", local.sides, manifest, tensors)
     return manifest, files
 
 
 def _add_others(
     files: dict[str, Content],
-    prefix: str,
+    directory: str,
     sides: Path,
     manifest: Manifest,
     tensors: Mapping[str, Sequence[str]],
-    path_of: Callable[[str, str], str],
 ) -> None:
-    """What stands beside the weights of a directory: side files, index, manifest."""
+    """What stands beside the weights, in a stage's directory or (``) at the root of the set."""
+    prefix = prefix_of(directory)
     for side in manifest.side_files:
         files[prefix + side.name] = Content(sides / side.name, side.bytes, side.sha256)
     weight_map: dict[str, str] = {}
     for stage in reversed(manifest.present):  # so that the lowest one that has a file counts
-        directory = stage_directory(stage, manifest.pp_size)
+        path = "" if directory else prefix_of(stage_directory(stage, manifest.pp_size))
         for file in manifest.stages[stage].files:
-            weight_map |= dict.fromkeys(tensors[file.name], path_of(directory, file.name))
+            weight_map |= dict.fromkeys(tensors[file.name], path + file.name)
     total = sum(file.tensor_bytes for file in manifest.files().values())
     files[prefix + INDEX_NAME] = Content.of(encode_index(weight_map, total))
     files[prefix + MANIFEST_NAME] = Content.of(manifest.to_bytes())

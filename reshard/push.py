@@ -35,7 +35,7 @@ from reshard.publication import (
 )
 from reshard.reference import DEFAULT_BRANCH, HubReference
 from reshard.units import size
-from reshard.verify import proved_sha256
+from reshard.verify import prove_stages
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -113,12 +113,13 @@ def push(
 ) -> Pushed:
     """Publish the set `out`, or some of its stages, in the repository `repo` (`org/name`).
 
-    The set is proved whole first; of the Hub, only what it holds is looked at before that. All changes are one commit, on top of the revision as it was read;
-    then the Hub's sizes and checksums are compared with the manifest. What the Hub has already is
-    not sent again, so a run that was killed is continued by the next.
+    The set is proved whole first; of the Hub, only what it holds is looked at before that. All
+    changes are one commit, on top of the revision as it was read; then the Hub's sizes and
+    checksums are compared with the manifest. What the Hub has already is not sent again, so a run
+    that was killed is continued by the next.
 
-    stages: add these to the same set in the repository; without, the present ones replace another
-    set. private: if the repository has to be created. revision: a branch, created empty if need be.
+    stages: add these to the same set in the repository; without, the present ones, which replace
+    another set if they are all. private: if the repository has to be created. revision: a branch, created empty if need be.
     create_pr: open a pull request instead of moving the branch. jobs: files hashed at a time.
 
     Raises `BundleError` where the set is not whole, `HubError` where the repository holds other
@@ -146,8 +147,8 @@ def push(
         if there is not None:
             Held.read(there).require_room(bundle.manifest, wanted, adding_only=stages is not None)
 
-    sha256 = proved_sha256(bundle, wanted, jobs=jobs, progress=progress, before_hashing=look)
-    local = LocalStages(bundle, wanted, sha256)
+    proof = prove_stages(bundle, wanted, jobs=jobs, progress=progress, before_hashing=look)
+    local = LocalStages(bundle, wanted, *proof)
     patience = Patience()
     change: Change | None = None
     for attempt in range(_ATTEMPTS):

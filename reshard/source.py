@@ -40,8 +40,8 @@ STAGE_DIRECTORY = re.compile(r"stage-[0-9]{2,}-of-[0-9]{2,}")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5")
 """How the names of files end that hold weights, of whatever format."""
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Range(NamedTuple):
@@ -142,7 +142,7 @@ class LocalSource:
         root = self.root.resolve()
         cache = root.parent.parent.name
         kind, *repo = cache.split("--")
-        snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name)
+        snapshot = root.parent.name == "snapshots" and COMMIT.fullmatch(root.name)
         if snapshot and kind == "models" and len(repo) in (1, 2):
             return {"repo": "/".join(repo), "commit": root.name}
         return {"directory": os.fsencode(root.name).decode("utf-8", "replace")}
@@ -205,7 +205,7 @@ class LocalSource:
     def published_sha256(self, file: str) -> str | None:
         """In a Hugging Face cache, a weight file is a link to a blob named by its sha256."""
         blob = (self.root / file).resolve()
-        named = blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name)
+        named = blob.parent.name == "blobs" and SHA256.fullmatch(blob.name)
         return blob.name if named else None
 
     def _open(self, file: str) -> int:

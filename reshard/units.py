@@ -18,3 +18,8 @@ def size(nbytes: float) -> str:
 def counted(number: int, what: str) -> str:
     """`1 tensor`, `2,924 tensors`"""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def span(first: int, last: int) -> str:
+    """Consecutive numbers: `3`, or `3-7`."""
+    return f"{first}-{last}" if last > first else str(first)

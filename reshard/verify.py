@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 
-from reshard.bundle import BundleSet, stage_directory
+from reshard.bundle import BundleSet, prefix_of, stage_directory
 from reshard.checkpoint import Checkpoint, open_checkpoint, read_config
 from reshard.compare import check_source
 from reshard.errors import (
@@ -81,17 +81,18 @@ def verify(
     )
 
 
-def proved_sha256(
+def prove_stages(
     bundle: BundleSet,
     stages: Collection[int],
     *,
     jobs: int | None,
     progress: Progress,
     before_hashing: Callable[[], None],
-) -> dict[str, str]:
-    """sha256 of every weight file of `stages`, by name, once they are proved to be whole.
+) -> tuple[dict[str, str], list[WeightFile]]:
+    """sha256 of every weight file of `stages`, by name, and the files, proved to be whole.
 
-    `before_hashing` is called when all but the hashes is found to be right. Raises `BundleError` where anything is wrong with them.
+    `before_hashing` is called when all but the hashes is found to be right. Raises `BundleError`
+    where anything is wrong with them.
     """
     parts = [bundle]
     directories = {stage: bundle.directory_of(stage) for stage in stages}
@@ -104,7 +105,7 @@ def proved_sha256(
     for part, weights, problems in examined:
         sha256 |= _check_hashes(part, weights, problems, jobs or default_jobs(), progress)
     _require_whole(bundle, [problem for _, _, problems in examined for problem in problems])
-    return sha256
+    return sha256, [file for _, weights, _ in examined for file in weights]
 
 
 def _require_whole(bundle: BundleSet, problems: list[Problem]) -> None:
@@ -183,7 +184,7 @@ def _check_directory(
     bundle: BundleSet, directory: str, weights: list[WeightFile]
 ) -> Iterator[Problem]:
     """Index, side files, manifest, and what does not belong: of the set or of one stage in it."""
-    prefix = f"{directory}/" if directory else ""
+    prefix = prefix_of(directory)
     if directory and (bundle.root / directory).is_symlink():
         yield Problem(directory, "is a link; reshard makes directories")
     here = LocalSource(bundle.root / directory)

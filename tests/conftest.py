@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -159,3 +160,12 @@ def tree(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def published(out: Path) -> dict[str, bytes]:
+    """What a repository holds of a set, given its root: all of it but what is of this machine."""
+    files = tree(out)
+    document = json.loads(files["reshard.json"])
+    del document["local"]
+    files["reshard.json"] = f"{json.dumps(document, indent=2, ensure_ascii=False)}\n".encode()
+    return files

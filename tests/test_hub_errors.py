@@ -20,7 +20,7 @@ from reshard.errors import BundleError
 from reshard.manifest import Manifest
 from reshard.plan import build_plan
 from tests.checkpoints import build
-from tests.conftest import Online, refused, together, tree, wait_for
+from tests.conftest import Online, published, refused, together, tree, wait_for
 from tests.hub_server import HubServer
 
 REPO = "org/set"
@@ -32,10 +32,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("set")
     source = build(root / "source")
     return split_plan(build_plan(open_checkpoint(source), 2), root / "out").root
-
-
-def published(out: Path) -> dict[str, bytes]:
-    return tree(out)
 
 
 class Answer(BaseHTTPRequestHandler):

@@ -18,7 +18,7 @@ import safetensors
 from reshard import build_plan, open_checkpoint, pull, split, verify
 from reshard.strict_json import digest
 from tests.checkpoints import build
-from tests.conftest import Cli, Online, refused, together, tree, wait_for
+from tests.conftest import Cli, Online, published, refused, together, tree, wait_for
 from tests.hub_server import HubServer
 
 REPO = "org/set"
@@ -37,15 +37,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = tree(root)
     yield root
     assert tree(root) == before
-
-
-def published(out: Path) -> dict[str, bytes]:
-    """What a repository holds of a set, given its root."""
-    files = tree(out)
-    document = json.loads(files["reshard.json"])
-    del document["local"]
-    files["reshard.json"] = json.dumps(document).encode()
-    return files
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from reshard import BundleSet, build_plan, open_checkpoint, pull, push, split
 from reshard.errors import BundleError
 from reshard.push import MAX_ENTRIES, MAX_FILE, MAX_FILES, check_limits
 from tests.checkpoints import build
-from tests.conftest import Online, Result, refused, together, tree, wait_for
+from tests.conftest import Online, Result, published, refused, together, tree, wait_for
 from tests.hub_server import HubServer, Request
 
 REPO = "org/set"
@@ -46,15 +46,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = tree(root)
     yield root
     assert tree(root) == before
-
-
-def published(out: Path) -> dict[str, bytes]:
-    """What a repository holds of a set, given its root: all of it but what is of this machine."""
-    files = tree(out)
-    document = json.loads(files["reshard.json"])
-    del document["local"]
-    files["reshard.json"] = f"{json.dumps(document, indent=2, ensure_ascii=False)}\n".encode()
-    return files
 
 
 def content(hub: HubServer, revision: str = "main", repo: str = REPO) -> dict[str, bytes]:
