@@ -338,9 +338,26 @@ def encode_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def random_bytes(seed: int, name: str, size: int) -> bytes:
-    """Noise that depends on seed and tensor name alone, so every sharding has the same tensors."""
-    return random.Random(f"{seed} {name}").randbytes(size)
+def noise(seed: int, name: str, dtype: str, size: int) -> bytes:
+    """Bytes that depend on seed and tensor name alone, so every sharding has the same tensors.
+
+    As numbers they are finite and small, as weights are: floating-point ones get an exponent that
+    leaves 2**-7 to 2**-3 (F8_E4M3: below 2), of either sign.
+    """
+    data = bytearray(random.Random(f"{seed} {name}").randbytes(size))
+    if dtype in ("BF16", "F32"):  # the last byte: sign and most of the exponent
+        width = BITS[dtype] // 8
+        data[width - 1 :: width] = data[width - 1 :: width].translate(_SMALL)
+    elif dtype == "F16":
+        data[1::2] = data[1::2].translate(_SMALL_F16)
+    elif dtype == "F8_E4M3":
+        data = data.translate(_SMALL_F8)
+    return bytes(data)
+
+
+_SMALL = bytes(byte & 0x81 | 0x3C for byte in range(256))
+_SMALL_F16 = bytes(byte & 0x87 | 0x20 for byte in range(256))
+_SMALL_F8 = bytes(byte & 0xBF for byte in range(256))
 
 
 def write_index(path: Path, files: Mapping[str, Iterable[str]], total_size: float) -> None:
@@ -376,7 +393,7 @@ def write_shards(
         files[file] = names
         with open(path / file, "wb") as out:
             out.write(encode_header(sized, metadata))
-            out.writelines(random_bytes(seed, name, size) for name, (_, _, size) in sized.items())
+            out.writelines(noise(seed, name, dtype, size) for name, (dtype, _, size) in sized.items())
     if index:
         write_index(path, files, total_bytes(tensors))
     return files

@@ -153,9 +153,14 @@ class BundleSet:
             )
         )
 
-    def check_side_files(self) -> None:
-        """Raise `BundleError` unless the side files are there, with the bytes of the manifest."""
+    def check_side_files(self, *names: str) -> None:
+        """Raise `BundleError` unless the side files are there, with the bytes of the manifest.
+
+        `names`: look at these only.
+        """
         for side in self.manifest.side_files:
+            if names and side.name not in names:
+                continue
             whole = [Range(side.name, 0, side.bytes)]
             there = self.in_place("", {side.name: side.bytes})
             if not there or sha256_of(self.source.read_many(whole)) != side.sha256:

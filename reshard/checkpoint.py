@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from reshard.bundle import PARTIAL_NAME, BundleSet, unfinished
 from reshard.config import ModelConfig
@@ -145,16 +146,23 @@ def read_config(source: Source, hint: str | None = None) -> ModelConfig:
 
     `hint`: what to do where it has no config.json, if that is known better than here.
     """
+    return model_config(source, read_config_json(source, hint))
+
+
+def read_config_json(source: Source, hint: str | None = None) -> dict[str, Any]:
+    """The parsed config.json of a source; `hint` as for `read_config`."""
     if "config.json" not in source.files():
         usual = "give the directory of a Hugging Face checkpoint, or org/name of one on the Hub"
         if "snapshots" in source.directories():
             usual = "in a Hugging Face cache, give the directory of a commit below snapshots/"
         raise CheckpointError(f"{source.name}: there is no config.json", hint=hint or usual)
     raw = read_json(source, "config.json", CheckpointError)
-    return ModelConfig.from_json(
-        parse_object(raw, "config.json", CheckpointError),
-        hf_quant_config="hf_quant_config.json" in source.files(),
-    )
+    return parse_object(raw, "config.json", CheckpointError)
+
+
+def model_config(source: Source, config: Mapping[str, Any]) -> ModelConfig:
+    """The model facts in a source's parsed config.json. Raises as `ModelConfig.from_json` does."""
+    return ModelConfig.from_json(config, hf_quant_config="hf_quant_config.json" in source.files())
 
 
 def _read_bundle(bundle: BundleSet, config: ModelConfig) -> Shards:

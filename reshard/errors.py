@@ -59,6 +59,20 @@ class BundleError(ReshardError):
     """A directory is not a usable bundle: manifest missing, invalid, or at odds with the files."""
 
 
+class LayerNotHereError(ReshardError, KeyError):
+    """The layer belongs to another stage, or has no experts."""
+
+    __str__ = ReshardError.__str__  # a KeyError shows its argument quoted
+
+
+class WeightsError(ReshardError):
+    """Weights that the forward cannot run: their shapes contradict config.json, or their format."""
+
+
+class DeviceError(ReshardError):
+    """The device is not there, or has too little memory."""
+
+
 class HubError(ReshardError):
     """The Hub refused, cannot be reached, or gave something else than what was asked for."""
 

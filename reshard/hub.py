@@ -23,6 +23,7 @@ from huggingface_hub import (
     CommitOperationCopy,
     CommitOperationDelete,
     HfApi,
+    cached_assets_path,
     constants,
     get_session,
     get_token,
@@ -245,6 +246,12 @@ def cached_snapshot(reference: HubReference) -> tuple[Path, bool] | None:
         return (Path(path), False) if path else None
     except HFValidationError:
         return None
+
+
+def assets_directory(repo: str, commit: str) -> Path:
+    """Where what is made of a repository at a commit is kept, beside the cache (HF_ASSETS_CACHE)."""
+    with storage_errors(constants.HF_ASSETS_CACHE):
+        return cached_assets_path("reshard", namespace=repo, subfolder=commit)
 
 
 def look_before_push(reference: HubReference) -> Repository | None:

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -188,6 +189,26 @@ class LocalSource:
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
+
+    @contextmanager
+    def opened(self, file: str) -> Iterator[int]:
+        """A descriptor to read or map a file by, which must not change meanwhile."""
+        descriptor = self._open(file)
+        try:
+            yield descriptor
+            self._check_unchanged(file, os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
+
+    def read_into(self, buffer: memoryview, descriptor: int, file: str, begin: int) -> None:
+        """Fill `buffer` with the bytes from `begin` on of a file that is `opened`."""
+        filled = 0
+        while filled < len(buffer):
+            with storage_errors(self.root / file):
+                count = os.preadv(descriptor, [buffer[filled:]], begin + filled)
+            if count == 0:
+                raise self._changed(file)
+            filled += count
 
     def fetch(self, wanted: Range, stop: Event) -> Iterator[bytes | memoryview]:
         return self.read_many([wanted])

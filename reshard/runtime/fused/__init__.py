@@ -1,0 +1,131 @@
+"""Running the experts of one layer: one function, three backends."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from reshard.errors import UsageError, WeightsError, quoted
+from reshard.runtime.experts import ExpertWeights
+from reshard.runtime.fused.grouped import grouped_experts, grouped_refusal
+from reshard.runtime.fused.reference import reference_experts
+
+Backend = Literal["auto", "reference", "grouped", "triton"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "grouped", "triton")
+
+
+def fused_experts(
+    hidden: Tensor,
+    experts: ExpertWeights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """What the routed experts make of each token: `sum_j weight_j * w2[id_j] (silu(gate) * up)`.
+
+    hidden: `[T, H]`, in the dtype of the weights (of FP8 ones: bfloat16 or float16); float32 and
+    float64 with the reference backend, too. topk_ids: `[T, k]`, int32 or int64, numbers of experts in
+    the layer. topk_weights: `[T, k]`, float32 (or the dtype of `hidden`).
+
+    Experts that are not here, under expert parallelism or for an id of no expert (-1), add nothing;
+    the sum over all ranks is the whole. So it is with the parts of tensor parallelism.
+
+    backend: `triton` (own kernels, CUDA), `grouped` (torch's grouped matrix product), `reference` (one
+    expert after the other, in float32 or float64). `auto` takes the first of these that can run
+    here. On CUDA, `triton` never waits for the device, so a CUDA graph can capture it, and gives equal
+    bits for equal inputs. FP8 weights: `triton` rounds what they are multiplied with to FP8, too, in
+    groups of a block's columns, as these checkpoints are made for; `reference` does not.
+
+    Returns `[T, H]` in the dtype of `hidden`. Raises `UsageError` for tensors that do not fit
+    together, `WeightsError` where the backend cannot run these weights.
+    """
+    _check(hidden, experts, topk_ids, topk_weights)
+    backend = choose_backend(hidden, experts, backend)
+    if hidden.shape[0] == 0:
+        return torch.empty_like(hidden)
+    hidden = hidden.contiguous()
+    if backend == "triton":
+        from reshard.runtime.fused.launch import triton_experts
+
+        return triton_experts(hidden, experts, topk_ids, topk_weights.float())
+    run = grouped_experts if backend == "grouped" else reference_experts
+    return run(hidden, experts, topk_ids, topk_weights)
+
+
+def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> Backend:
+    """The backend that runs: `backend`, or for `auto` the fastest that can.
+
+    Raises `WeightsError` where the one that was asked for cannot.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {quoted(repr(backend))} is none of {', '.join(BACKENDS)}")
+    refusals: dict[Backend, str | None] = {
+        "triton": triton_refusal(hidden, experts),
+        "grouped": grouped_refusal(hidden, experts),
+        "reference": None,
+    }
+    if backend == "auto":
+        # Kernels on the CPU are for tests: they would be interpreted.
+        order: tuple[Backend, ...] = ("triton", "grouped", "reference")
+        on_cuda = hidden.device.type == "cuda"
+        return next(b for b in order[not on_cuda :] if refusals[b] is None)
+    if refusals[backend] is not None:
+        raise WeightsError(
+            f"the {backend} backend cannot run these experts: {refusals[backend]}",
+            hint="choose another backend, or auto",
+        )
+    return backend
+
+
+def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
+    """Why the own kernels cannot run; None if they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'reshard[cuda]')"
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernels do not take {hidden.dtype}"
+    if experts.block is None and hidden.dtype != experts.w13.dtype:
+        return f"hidden states are {hidden.dtype}, weights {experts.w13.dtype}"
+    if hidden.device.type == "cuda":
+        needed = (8, 0) if experts.block is None else (8, 9)
+        capability = torch.cuda.get_device_capability(hidden.device)
+        if capability < needed:
+            return f"compute capability {needed[0]}.{needed[1]} is needed, {capability} is here"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return "the kernels need CUDA"
+    return None
+
+
+def _check(hidden: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """Raise `UsageError` unless the tensors fit together."""
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            raise UsageError(message)
+
+    size = experts.hidden_size
+    check(
+        hidden.dim() == 2 and hidden.shape[1] == size,
+        f"hidden states are {tuple(hidden.shape)}, the experts take [tokens, {size}]",
+    )
+    check(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == hidden.shape[0] and topk_ids.shape[1] > 0,
+        f"topk_ids are {tuple(topk_ids.shape)} for {hidden.shape[0]} tokens",
+    )
+    check(
+        topk_ids.shape == topk_weights.shape,
+        f"topk_ids are {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)}",
+    )
+    check(
+        topk_ids.dtype in (torch.int32, torch.int64) and topk_weights.dtype.is_floating_point,
+        f"topk_ids are {topk_ids.dtype} and topk_weights {topk_weights.dtype}; they must be int32 or "
+        "int64, and floating-point",
+    )
+    devices = {t.device for t in (hidden, experts.w13, experts.w2, topk_ids, topk_weights)}
+    check(
+        len(devices) == 1,
+        f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}",
+    )
