@@ -12,6 +12,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]
 	touch $@
 
+# An older triton beside the newest: kernels are compiled offline with both. It needs no torch.
+$(VENV)-triton-3.6/installed:
+	$(PYTHON) -m venv $(VENV)-triton-3.6
+	$(VENV)-triton-3.6/bin/pip install --quiet --disable-pip-version-check triton==3.6.0 "numpy<2.4"
+	touch $@
+
 demo: $(VENV)/installed
 	rm -rf $(DEMO)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh $(DEMO)
@@ -23,7 +29,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict reshard cli.py
 
-check: $(VENV)/installed
+check: $(VENV)/installed $(VENV)-triton-3.6/installed
 	$(BIN)/pytest
 
 # The functions of SGLang and vLLM that tests compare ours with; without these wheels they skip.
@@ -34,4 +40,4 @@ benchmark: $(VENV)/installed
 	$(BIN)/python benchmarks/split.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(DEMO) build *.egg-info

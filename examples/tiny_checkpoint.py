@@ -393,7 +393,9 @@ def write_shards(
         files[file] = names
         with open(path / file, "wb") as out:
             out.write(encode_header(sized, metadata))
-            out.writelines(noise(seed, name, dtype, size) for name, (dtype, _, size) in sized.items())
+            out.writelines(
+                noise(seed, name, dtype, size) for name, (dtype, _, size) in sized.items()
+            )
     if index:
         write_index(path, files, total_bytes(tensors))
     return files

@@ -415,6 +415,61 @@ def pull(
     _show_outcome(display, outcome, bundle.source.origin, dest, as_json)
 
 
+@app.command()
+def forward(
+    stage_dir: Annotated[
+        str,
+        typer.Argument(
+            metavar="STAGE_DIR", help="A stage directory, or org/name of a set with one stage."
+        ),
+    ],
+    device: Annotated[
+        str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to run.")
+    ] = "auto",
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend", metavar="auto|reference|grouped|triton", help="How to run the experts."
+        ),
+    ] = "auto",
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, help="Tokens at a time.")
+    ] = 64,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option("--layer", metavar="L", help="Run this layer only. Repeatable."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare each layer with the reference backend.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the MoE blocks of a stage on random hidden states, and time them."""
+    from reshard.display import Display
+    from reshard.runtime.fused import BACKENDS
+    from reshard.runtime.loader import load_stage
+    from reshard.runtime.measure import forward_document
+
+    chosen = next((known for known in BACKENDS if known == backend), None)
+    if chosen is None:
+        raise UsageError(f"--backend {quoted(backend)} is none of {', '.join(BACKENDS)}")
+    display = Display()
+    with _working(display, writes=False) as bars:
+        stage = load_stage(
+            _given(stage_dir), device=None if device == "auto" else device, progress=bars
+        )
+        bars.close()
+        document = forward_document(
+            stage, layer or list(stage.experts), tokens=tokens, backend=chosen, check=check
+        )
+    if as_json:
+        _print_json(document)
+    else:
+        display.forward(document)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -97,6 +97,41 @@ class Display:
             if hashes["unknown"]:
                 self.line(f"hashes: no checksum on record for {hashes['unknown']} files")
 
+    def forward(self, document: Mapping[str, Any]) -> None:
+        """How fast the layers of a stage ran, a row for each."""
+        own = [layer["layer"] for layer in document["layers"]]
+        self.line(
+            f"stage {document['stage']} of {document['pp_size']}, {document['model_type']}, "
+            f"{counted(len(own), 'layer')}: {counted(document['tokens'], 'token')}, "
+            f"{document['dtype']}, on {document['device']}, torch {document['torch']}"
+        )
+        if document["device"] == "cpu":
+            self.line("it ran on the CPU: this says nothing about a GPU")
+        rate, flop = document["bytes_per_second"], document["flop_per_second"]
+        self.line(f"measured here: memory {size(rate)}/s, products {flop / 1e12:.3g} TFLOP/s")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in _FORWARD_COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        for layer in document["layers"]:
+            error = "-" if layer["error"] is None else f"{layer['error']:.1e}"
+            table.add_row(
+                str(layer["layer"]),
+                layer["backend"],
+                f"{layer['distinct_experts']:,}",
+                f"{layer['seconds'] * 1000:.3f} ms",
+                size(layer["bytes"]),
+                f"{layer['fraction']:.0%} of {layer['bound']}",
+                error,
+            )
+        self._table(table)
+        for layer in document["layers"]:
+            if not layer["ok"]:
+                error = "no number" if layer["error"] is None else f"{layer['error']:.1e}"
+                limit = f"{layer['error_limit']:.1e}"
+                self.line(
+                    f"layer {layer['layer']} is wrong: {error} from the reference, {limit} allowed"
+                )
+
     def launch(self, commands: Sequence[NodeCommands], engine: str) -> None:
         """What to run next, node by node."""
         self.line(f"next, for {engine}: give each node its stages, then start the engine there")
@@ -144,6 +179,8 @@ class Display:
     def _draws_blocks(self) -> bool:
         return self._out.encoding.lower().startswith("utf")
 
+
+_FORWARD_COLUMNS = ("layer", "backend", "experts", "time", "bytes", "at best", "error")
 
 _STAGE_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("stage", "right"),

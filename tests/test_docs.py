@@ -8,7 +8,7 @@
   empty lines before the next command do not count. A command must succeed (`|| echo ...` shows
   that one fails).
 * ```python blocks of a file are run as one program.
-* The shell scripts of examples/ are run.
+* The programs of examples/ are run.
 * Relative links lead to files and headings that exist.
 * Modules are listed from the bottom up.
 * Every class of error and every message of one is explained.
@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 import reshard.errors
-from reshard import verify
+from reshard import build_plan, open_checkpoint, split, verify
 from tests.checkpoints import RELEASES, write_sparse
 from tests.conftest import tree
 from tests.hub_server import HubServer
@@ -82,7 +82,8 @@ def shell(tools: Path, tmp_path: Path, hub: HubServer) -> dict[str, str]:
     subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     hub.create(REPOSITORY, {**tree(tmp_path / CHECKPOINT)})
-    environment = {k: v for k, v in os.environ.items() if k not in ("RESHARD_DEBUG", "COLUMNS")}
+    unset = ("RESHARD_DEBUG", "COLUMNS", "TRITON_INTERPRET")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     return {
         **environment,
         **hub.environment(tmp_path / "hf-home"),
@@ -151,8 +152,9 @@ def test_console_blocks(page: Path, shell: dict[str, str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("page", having("python"), ids=name)
 def test_python_blocks(page: Path, shell: dict[str, str], tmp_path: Path) -> None:
-    """Run in a directory where `tiny` is a tiny checkpoint."""
+    """Run in a directory where `tiny` is a tiny checkpoint, and `bundles` its set of 4 stages."""
     (tmp_path / CHECKPOINT).rename(tmp_path / "tiny")
+    split(build_plan(open_checkpoint(tmp_path / "tiny"), 4), tmp_path / "bundles")
     program = tmp_path / "program.py"
     program.write_text("\n\n".join(blocks(page, "python")), encoding="utf-8")
     done = subprocess.run(
@@ -191,6 +193,28 @@ def test_examples(script: Path, shell: dict[str, str], tmp_path: Path) -> None:
         assert verify(tmp_path / directory).ok
 
 
+PROGRAMS = {
+    "load_stage.py": (["out/stage-01-of-02", "--ep", "1/4"], "layer 7: w13 (4, 48, 32)"),
+    "forward_stage.py": (["out/stage-01-of-02", "--tokens", "3"], "layer 7: (3, 32) torch.bfloat16"),
+}
+"""Program -> its arguments, and words that it prints."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_example_programs(program: str, shell: dict[str, str], tmp_path: Path) -> None:
+    split(build_plan(open_checkpoint(tmp_path / CHECKPOINT), 2), tmp_path / "out")
+    arguments, words = PROGRAMS[program]
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / program, *arguments],
+        cwd=tmp_path,
+        env=shell,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and words in done.stdout, done.stdout + done.stderr
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
@@ -222,8 +246,13 @@ def test_modules_are_listed_from_the_bottom_up() -> None:
     """A module imports only from those above it in the table of architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.partition("| module |")[2].partition("\n\n")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    modules = {path.stem: path for path in (ROOT / "reshard").glob("[!_]*.py")}
+    listed = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+    package = ROOT / "reshard"
+    modules = {
+        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    del modules["__init__"], modules["runtime"]  # they only gather the names of others
     assert sorted(listed) == sorted(modules)
     for number, module in enumerate(listed):
         nodes = ast.walk(ast.parse(modules[module].read_text(encoding="utf-8")))

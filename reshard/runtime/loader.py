@@ -164,7 +164,7 @@ def _chosen(bundle: BundleSet, stage: int | None, pp_size: int | None) -> int:
     if stage is None:
         if len(manifest.present) > 1:
             raise UsageError(
-                f"{bundle.source.name} has stages {here}; say which one", hint="give stage=K"
+                f"{bundle.source.name} has stages {here}; say which one", hint="give stage=K, or the directory of one stage"
             )
         return manifest.present[0]
     if not 0 <= stage < manifest.pp_size:

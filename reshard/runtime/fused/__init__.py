@@ -112,6 +112,10 @@ def _check(hidden: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weight
         f"hidden states are {tuple(hidden.shape)}, the experts take [tokens, {size}]",
     )
     check(
+        hidden.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        f"hidden states are {hidden.dtype}, which is none of bfloat16, float16, float32 and float64",
+    )
+    check(
         topk_ids.dim() == 2 and topk_ids.shape[0] == hidden.shape[0] and topk_ids.shape[1] > 0,
         f"topk_ids are {tuple(topk_ids.shape)} for {hidden.shape[0]} tokens",
     )

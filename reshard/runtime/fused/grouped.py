@@ -31,7 +31,8 @@ def grouped_experts(
     y = y.masked_fill(absent[order, None], 0)
     slots = torch.empty_like(y)
     slots[order] = y
-    weighted = slots.view(tokens, top_k, -1).float() * topk_weights.float()[..., None]
+    weights = topk_weights.float().masked_fill(absent.view(tokens, top_k), 0)
+    weighted = slots.view(tokens, top_k, -1).float() * weights[..., None]
     return weighted.sum(1).to(hidden.dtype)
 
 
