@@ -99,7 +99,8 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
 def test_the_flow_goes_down() -> None:
     """What comes later in this list may use what comes before it, never the other way round."""
     flow = ["errors", "strict_json", "config", "header", "names", "source", "manifest", "bundle"]
-    flow += ["checkpoint", "plan", "split", "cli"]
+    flow += ["checkpoint", "plan", "split", "runtime.share", "runtime.reading", "runtime.loader"]
+    flow += ["runtime.moe", "cli"]
     graph = {name: own_imports(path, everywhere=True) for name, path in MODULES.items()}
 
     def needed(name: str) -> set[str]:
@@ -111,6 +112,17 @@ def test_the_flow_goes_down() -> None:
     for position, name in enumerate(flow):
         later = {f"reshard.{other}" for other in flow[position:]}
         assert not needed(f"reshard.{name}") & later, name
+
+
+def test_the_runtime_decides_before_it_moves_bytes() -> None:
+    """What a rank holds and how it lies is told without torch: it cannot touch a tensor."""
+    for name in ("config", "expert_layout", "share", "fused/tiles"):
+        assert not packages(PACKAGE / f"runtime/{name}.py"), name
+
+
+def test_kernels_compile_without_torch() -> None:
+    assert packages(PACKAGE / "runtime/fused/triton_kernels.py") == {"triton"}
+    assert not own_imports(PACKAGE / "runtime/fused/triton_kernels.py", everywhere=True)
 
 
 def test_what_is_pure_touches_no_files() -> None:

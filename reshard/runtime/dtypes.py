@@ -23,11 +23,13 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 """As the safetensors library maps them. F4 has two elements in one of torch's."""
 
 
-def torch_dtype(dtype: str, name: str) -> torch.dtype:
-    """The torch dtype of the tensor `name`. Raises `WeightsError` where torch has none."""
-    if dtype not in TORCH_DTYPES:
+def torch_dtype(dtype: str, shape: tuple[int, ...], name: str) -> torch.dtype:
+    """The torch dtype of the tensor `name`. Raises `WeightsError` where torch cannot hold it."""
+    halved = dtype == "F4" and shape[-1] % 2 == 1
+    if dtype not in TORCH_DTYPES or halved:
+        what = f"{quoted(dtype)}, shape {[*shape]}" if halved else quoted(dtype)
         raise WeightsError(
-            f"tensor {quoted(name)} has dtype {quoted(dtype)}, which torch cannot hold",
+            f"tensor {quoted(name)} has dtype {what}, which torch cannot hold",
             hint="the stage can be split, merged and served by engines that know it",
         )
     return TORCH_DTYPES[dtype]

@@ -157,7 +157,13 @@ def _contradiction(
 
 
 def _format(module: str, groups: Mapping[Key, list[Group]], model: ModelConfig) -> WeightsError:
-    found = sorted({(suffix or "(no suffix)", g[0][0].dtype) for (_, suffix), g in groups.items()})
+    found = sorted(
+        {
+            (suffix or "(no suffix)", group[0].dtype)
+            for (_, suffix), stored in groups.items()
+            for group in stored
+        }
+    )
     what = ", ".join(f"{quoted(suffix)} {dtype}" for suffix, dtype in found)
     method = f" ({quoted(model.quant_method)})" if model.quant_method else ""
     return WeightsError(

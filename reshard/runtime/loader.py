@@ -77,7 +77,7 @@ def load_stage(
     jobs = jobs or default_jobs()
     reports = progress or Silent()
 
-    bundle.check_side_files("config.json")
+    _check_config(bundle)
     config = read_config_json(source)
     model = model_config(source, config)
     components = _proved(bundle, stage, model)
@@ -164,7 +164,8 @@ def _chosen(bundle: BundleSet, stage: int | None, pp_size: int | None) -> int:
     if stage is None:
         if len(manifest.present) > 1:
             raise UsageError(
-                f"{bundle.source.name} has stages {here}; say which one", hint="give stage=K, or the directory of one stage"
+                f"{bundle.source.name} has stages {here}; say which one",
+                hint="give stage=K, or the directory of one stage",
             )
         return manifest.present[0]
     if not 0 <= stage < manifest.pp_size:
@@ -193,6 +194,16 @@ def _pulled(
     return BundleSet.open(directory)
 
 
+def _check_config(bundle: BundleSet) -> None:
+    """Raise `BundleError` unless config.json is the one of the manifest: it says what tensors are."""
+    if "config.json" not in {side.name for side in bundle.manifest.side_files}:
+        raise BundleError(
+            f"{bundle.source.name}: the manifest does not vouch for a config.json",
+            hint="the set was not written by reshard; split or fetch it again",
+        )
+    bundle.check_side_files("config.json")
+
+
 def _proved(bundle: BundleSet, stage: int, model: ModelConfig) -> dict[Component, list[TensorInfo]]:
     """The tensors of the stage by component, proved by the header hashes of the manifest."""
     components: dict[Component, list[TensorInfo]] = {}
@@ -201,7 +212,7 @@ def _proved(bundle: BundleSet, stage: int, model: ModelConfig) -> dict[Component
         path = bundle.path_of(stage, record.name)
         header = bundle.header(path, record)
         for tensor in header.tensors:
-            torch_dtype(tensor.dtype, tensor.name)
+            torch_dtype(tensor.dtype, tensor.shape, tensor.name)
             if component_of(tensor.name, model) != record.component:
                 raise _foreign(path, f"holds {quoted(tensor.name)}, which does not belong there")
             if tensor.name in owner:

@@ -64,6 +64,11 @@ class MoeBlock:
         Raises `LayerNotHereError`, and `WeightsError` for weights that the forward cannot run.
         """
         config = stage.moe_config
+        if config.top_k > config.num_experts:
+            raise WeightsError(
+                f"config.json: num_experts_per_tok is {config.top_k}, of {config.num_experts} experts",
+                hint="restore the config.json that came with the checkpoint",
+            )
         tensors = stage.layer(layer)
         self.layer = layer
         self.backend = backend

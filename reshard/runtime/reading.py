@@ -98,10 +98,17 @@ class Staging:
 
     def send(self, slot: _Slot, target: Tensor) -> None:
         """Begin to copy a filled buffer, and take it back."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            target.copy_(slot.filled, non_blocking=True)
-            copied = self._stream.record_event() if self._stream is not None else None
-        self._free.put((slot.buffer, copied))
+        copied = None
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                target.copy_(slot.filled, non_blocking=True)
+                copied = self._stream.record_event() if self._stream is not None else None
+        finally:
+            self._free.put((slot.buffer, copied))
+
+    def take_back(self, slot: _Slot) -> None:
+        """Take back a buffer that could not be filled: others may be waiting for one."""
+        self._free.put((slot.buffer, None))
 
     def finish(self) -> None:
         """Wait for all copies."""
@@ -134,7 +141,11 @@ def fill(
                 _read(source, strip, descriptor, target, scratch)
             else:
                 slot = staging.take(strip.nbytes)
-                _read(source, strip, descriptor, slot.filled, scratch)
+                try:
+                    _read(source, strip, descriptor, slot.filled, scratch)
+                except BaseException:
+                    staging.take_back(slot)
+                    raise
                 staging.send(slot, target)
             progress.advance(strip.nbytes)
 

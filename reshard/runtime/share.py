@@ -74,14 +74,6 @@ class Share:
     def nbytes(self) -> int:
         return sum(strip.nbytes for strip in self.strips)
 
-    @property
-    def range(self) -> tuple[int, int] | None:
-        """The bytes of the file that are this share, where it needs no putting together."""
-        if len(self.strips) != 1 or not self.strips[0].is_range:
-            return None
-        strip = self.strips[0]
-        return strip.begin, strip.begin + strip.nbytes
-
 
 class Part(NamedTuple):
     """The place of a rank in a group of ranks."""
@@ -198,9 +190,10 @@ def _cut_axes(
         elif _SHARED in tensor.name:
             suffix = tensor.name.rpartition("_proj.")[2]
             known = suffix in ("weight", "weight_scale_inv") and tensor.dtype in (*FLOATS, FP8)
-            if not known:
+            if not known or len(tensor.shape) != 2:
                 raise WeightsError(
-                    f"{quoted(tensor.name)}: tensor parallelism cannot divide {tensor.dtype} here",
+                    f"{quoted(tensor.name)}: tensor parallelism cannot divide {tensor.dtype} "
+                    f"{[*tensor.shape]} here",
                     hint="load the stage without tp",
                 )
             axis, halves = (1 if ".down_proj." in tensor.name else 0), 1
@@ -240,7 +233,7 @@ def _take(
         one = parse_expert(tensor.name)
         if one is not None and one.expert not in module.here:
             return None
-        if one is None and shape[:1] == (module.num_experts,):
+        if one is None and module.num_experts and shape[:1] == (module.num_experts,):
             per_expert = nbytes // module.num_experts
             begin, nbytes = begin + module.here.start * per_expert, len(module.here) * per_expert
             shape = (len(module.here), *shape[1:])

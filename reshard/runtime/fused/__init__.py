@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -63,19 +64,18 @@ def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> 
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend {quoted(repr(backend))} is none of {', '.join(BACKENDS)}")
-    refusals: dict[Backend, str | None] = {
-        "triton": triton_refusal(hidden, experts),
-        "grouped": grouped_refusal(hidden, experts),
-        "reference": None,
-    }
     if backend == "auto":
         # Kernels on the CPU are for tests: they would be interpreted.
-        order: tuple[Backend, ...] = ("triton", "grouped", "reference")
-        on_cuda = hidden.device.type == "cuda"
-        return next(b for b in order[not on_cuda :] if refusals[b] is None)
-    if refusals[backend] is not None:
+        if hidden.device.type == "cuda" and triton_refusal(hidden, experts) is None:
+            return "triton"
+        return "grouped" if grouped_refusal(hidden, experts) is None else "reference"
+    refusal = None
+    if backend != "reference":
+        refuse = triton_refusal if backend == "triton" else grouped_refusal
+        refusal = refuse(hidden, experts)
+    if refusal is not None:
         raise WeightsError(
-            f"the {backend} backend cannot run these experts: {refusals[backend]}",
+            f"the {backend} backend cannot run these experts: {refusal}",
             hint="choose another backend, or auto",
         )
     return backend
@@ -83,7 +83,7 @@ def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> 
 
 def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
     """Why the own kernels cannot run; None if they can."""
-    if find_spec("triton") is None:
+    if not _triton_is_installed():
         return "triton is not installed (pip install 'reshard[cuda]')"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels do not take {hidden.dtype}"
@@ -97,6 +97,11 @@ def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
     elif os.environ.get("TRITON_INTERPRET") != "1":
         return "the kernels need CUDA"
     return None
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def _check(hidden: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tensor) -> None:
