@@ -172,9 +172,9 @@ def measure(load: Callable[[Path, Path], Tensors], stage: Path, source: Path) ->
             rss = (field("/proc/self/status", "VmHWM") - before) << 10
             os.write(send, json.dumps(asdict(Run(seconds, asked, disk, held, rss))).encode())
             code = 0
-        except BaseException:
-            traceback.print_exc()
         finally:
+            if code:
+                traceback.print_exc()
             os._exit(code)
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:

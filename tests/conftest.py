@@ -20,6 +20,9 @@ os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "/nonexistent/hug
 for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)
 
+# Before anything imports triton: kernels run in its interpreter, on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 from reshard.cli import main
 from tests.hub_server import HubServer
 

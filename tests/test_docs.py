@@ -195,7 +195,10 @@ def test_examples(script: Path, shell: dict[str, str], tmp_path: Path) -> None:
 
 PROGRAMS = {
     "load_stage.py": (["out/stage-01-of-02", "--ep", "1/4"], "layer 7: w13 (4, 48, 32)"),
-    "forward_stage.py": (["out/stage-01-of-02", "--tokens", "3"], "layer 7: (3, 32) torch.bfloat16"),
+    "forward_stage.py": (
+        ["out/stage-01-of-02", "--tokens", "3"],
+        "layer 7: (3, 32) torch.bfloat16",
+    ),
 }
 """Program -> its arguments, and words that it prints."""
 

@@ -206,9 +206,10 @@ def test_separate_experts_that_differ() -> None:
 
 def test_a_projection_is_missing() -> None:
     for name, tensor in STRAIGHT.items():
-        refused("qwen3_5_moe", {name: tensor}, "stored as (no suffix) BF16; the forward runs BF16")
+        other = "down_proj" if name == "gate_up_proj" else "gate_up_proj"
+        refused("qwen3_5_moe", {name: tensor}, f"there is no {other} beside the other")
     downs = {name: tensor for name, tensor in separate().items() if ".down_" in name}
-    refused("qwen3_moe", downs, "stored as weight BF16")
+    refused("qwen3_moe", downs, "there is no gate_up_proj beside the other")
 
 
 def test_tensors_beside_the_weights() -> None:

@@ -68,6 +68,12 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
         scale = f"{weight}_scale_inv"
     wanted = {(proj, suffix) for proj in ("gate_up", "down") for suffix in (weight, scale)}
     wanted -= {("gate_up", None), ("down", None)}
+    lacking = "down" if gate_up and not down else "gate_up" if down and not gate_up else None
+    if lacking:
+        raise WeightsError(
+            f"{quoted(module)}: there is no {lacking}_proj beside the other",
+            hint="the checkpoint lacks weights of this layer; look at it with reshard inspect",
+        )
     plain = len(dtypes) == 1 and dtypes <= {*FLOATS}
     if not (gate_up and down and groups.keys() == wanted and (plain or scale is not None)):
         raise _format(module, groups, config.model)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import gcd
 from queue import SimpleQueue
 from threading import Event, local
@@ -31,6 +33,10 @@ PIECE = 16 << 20
 
 _WORTH_SKIPPING = 64 << 10
 """Gaps from this size on are left out; smaller ones are read as well, as the system does anyway."""
+
+
+_WHOLE = 0.95
+"""A file of which at least so much is wanted is read as a whole, with what the system reads ahead."""
 
 
 def read_shares(
@@ -89,36 +95,25 @@ class Staging:
         for _ in range(count):
             self._free.put((torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda), None))
 
-    def take(self, nbytes: int) -> _Slot:
-        """A buffer that nothing is being copied from any more."""
+    @contextmanager
+    def copying(self, target: Tensor) -> Iterator[Tensor]:
+        """A host buffer to fill; when the block ends well, its copy to `target` begins."""
         buffer, copied = self._free.get()
-        if copied is not None:
-            copied.synchronize()
-        return _Slot(buffer, buffer[:nbytes])
-
-    def send(self, slot: _Slot, target: Tensor) -> None:
-        """Begin to copy a filled buffer, and take it back."""
-        copied = None
         try:
+            if copied is not None:  # the buffer is still being copied from
+                copied.synchronize()
+            filled = buffer[: target.numel()]
+            yield filled
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                target.copy_(slot.filled, non_blocking=True)
+                target.copy_(filled, non_blocking=True)
                 copied = self._stream.record_event() if self._stream is not None else None
         finally:
-            self._free.put((slot.buffer, copied))
-
-    def take_back(self, slot: _Slot) -> None:
-        """Take back a buffer that could not be filled: others may be waiting for one."""
-        self._free.put((slot.buffer, None))
+            self._free.put((buffer, copied))  # others may be waiting for one
 
     def finish(self) -> None:
         """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-class _Slot(NamedTuple):
-    buffer: Tensor
-    filled: Tensor
 
 
 def fill(
@@ -131,22 +126,21 @@ def fill(
     """Read all pieces into their targets, `jobs` threads at a time; `staging`: on their way."""
     scratch = local()
     with ExitStack() as stack:
-        files = {piece.strip.file for piece in pieces}
-        descriptors = {file: stack.enter_context(source.opened(file)) for file in files}
+        wanted = Counter[str]()
+        for piece in pieces:
+            wanted[piece.strip.file] += piece.strip.nbytes
+        descriptors = {file: stack.enter_context(source.opened(file)) for file in wanted}
+        for file, descriptor in descriptors.items():
+            # Between the parts that are wanted of a file, the system must not read ahead.
+            in_part = wanted[file] < source.stamp(file).size * _WHOLE
+            if in_part and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
         def work(piece: Piece, stop: Event) -> None:
             strip, target = piece
-            descriptor = descriptors[strip.file]
-            if staging is None:
-                _read(source, strip, descriptor, target, scratch)
-            else:
-                slot = staging.take(strip.nbytes)
-                try:
-                    _read(source, strip, descriptor, slot.filled, scratch)
-                except BaseException:
-                    staging.take_back(slot)
-                    raise
-                staging.send(slot, target)
+            way = staging.copying(target) if staging is not None else nullcontext(target)
+            with way as into:
+                _read(source, strip, descriptors[strip.file], into, scratch)
             progress.advance(strip.nbytes)
 
         try:
@@ -166,16 +160,12 @@ def _read(source: LocalSource, strip: Strip, descriptor: int, into: Tensor, scra
         scratch.buffer = torch.empty(PIECE, dtype=torch.uint8)
     raw = scratch.buffer[: (strip.pieces - 1) * strip.stride + strip.piece_bytes]
     source.read_into(_memory(raw), descriptor, strip.file, strip.begin)
-    shape = strip.pieces, strip.piece_bytes
     # Wider elements are copied faster than bytes.
-    item = gcd(8, strip.piece_bytes, strip.stride)
+    item = gcd(8, strip.piece_bytes, strip.stride, strip.at)
     wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[item]
-    pieces = raw.as_strided(shape, (strip.stride, 1))
-    if raw.numel() % item == 0:
-        shape = strip.pieces, strip.piece_bytes // item
-        pieces = raw.view(wide).as_strided(shape, (strip.stride // item, 1))
-        into = into.view(wide)
-    into.view(shape).copy_(pieces)
+    shape = strip.pieces, strip.piece_bytes // item
+    pieces = raw.view(wide).as_strided(shape, (strip.stride // item, 1))
+    into.view(wide).view(shape).copy_(pieces)
 
 
 def _pieces(strip: Strip) -> Iterator[Strip]:
@@ -212,9 +202,15 @@ def _mapped(source: LocalSource, file: str) -> Tensor:
 
 
 def _buffer(nbytes: int, file: str, device: torch.device) -> Tensor:
+    """Memory for what is read of a file; on the host in huge pages, which come into being faster."""
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
+        if device.type != "cpu" or nbytes == 0:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    except (RuntimeError, OSError) as error:
         free = ""
         if device.type == "cuda":
             free = f", {size(torch.cuda.mem_get_info(device)[0])} are free"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import reshard.runtime.fused.triton_kernels as kernels
 from reshard.runtime.experts import ExpertWeights
-from reshard.runtime.fused import triton_kernels as kernels
 from reshard.runtime.fused.tiles import Kind, Tile, Tiles, choose_tiles
 
 _CHUNK = 64

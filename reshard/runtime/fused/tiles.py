@@ -39,19 +39,19 @@ class Tiles:
 _ROWS = ((4, 16), (24, 32), (96, 64))
 """Up to so many rows an expert: this block_m. More: 128."""
 
+_FLOAT32 = Tile(32, 32, 32, 4, 2)
+
 _SMALL: dict[tuple[Kind, int], Tiles] = {
     ("16-bit", 16): Tiles(Tile(16, 64, 64, 4, 3), Tile(16, 64, 128, 4, 3)),
     ("16-bit", 32): Tiles(Tile(32, 64, 64, 4, 3), Tile(32, 64, 128, 4, 3)),
-    ("16-bit", 64): Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+    ("16-bit", 64): Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 8, 3)),
     ("16-bit", 128): Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
     ("fp8", 16): Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3)),
-    ("fp8", 32): Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3)),
+    ("fp8", 32): Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 8, 3)),
     ("fp8", 64): Tiles(Tile(64, 64, 128, 8, 2), Tile(64, 128, 128, 8, 2)),
-    ("fp8", 128): Tiles(Tile(128, 64, 128, 8, 2), Tile(128, 64, 128, 8, 2)),
+    ("fp8", 128): Tiles(Tile(128, 32, 128, 8, 2), Tile(128, 64, 128, 8, 2)),
     ("float32", 16): Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)),
-    ("float32", 32): Tiles(Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)),
-    ("float32", 64): Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 8, 2)),
-    ("float32", 128): Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 8, 2)),
+    **{("float32", block_m): Tiles(_FLOAT32, _FLOAT32) for block_m in (32, 64, 128)},
 }
 """For every GPU from compute capability 8.0 on: within 99 KiB of shared memory."""
 
@@ -59,6 +59,7 @@ _LARGE: dict[tuple[Kind, int], Tiles] = {
     **_SMALL,
     ("16-bit", 16): Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4)),
     ("16-bit", 128): Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
+    ("fp8", 128): Tiles(Tile(128, 64, 128, 8, 2), Tile(128, 128, 128, 8, 3)),
 }
 """For data-center GPUs from compute capability 9.0 on: within 227 KiB."""
 
