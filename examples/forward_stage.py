@@ -26,7 +26,7 @@ except ReshardError as error:
     parser.exit(1, f"error: {error}\n")
 
 torch.manual_seed(0)
-size, dtype = stage.moe_config.hidden_size, next(iter(blocks.values())).gate.dtype
+size, dtype = stage.moe_config.hidden_size, next(iter(blocks.values())).router.dtype
 hidden = torch.randn(given.tokens, size, device=stage.device).to(dtype)
 for layer, block in blocks.items():
     out = block(hidden)

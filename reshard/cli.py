@@ -419,10 +419,11 @@ def pull(
 def forward(
     stage_dir: Annotated[
         str,
-        typer.Argument(
-            metavar="STAGE_DIR", help="A stage directory, or org/name of a set with one stage."
-        ),
+        typer.Argument(metavar="STAGE_DIR", help="A stage directory, or a set and --stage."),
     ],
+    stage: Annotated[
+        int | None, typer.Option("--stage", metavar="K", help="Which stage, of a set with several.")
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to run.")
     ] = "auto",
@@ -455,13 +456,15 @@ def forward(
         raise UsageError(f"--backend {quoted(backend)} is none of {', '.join(BACKENDS)}")
     display = Display()
     with _working(display, writes=False) as bars:
-        stage = load_stage(
-            _given(stage_dir), device=None if device == "auto" else device, progress=bars
+        weights = load_stage(
+            _given(stage_dir),
+            stage=stage,
+            device=None if device == "auto" else device,
+            progress=bars,
         )
         bars.close()
-        document = forward_document(
-            stage, layer or list(stage.experts), tokens=tokens, backend=chosen, check=check
-        )
+        layers = list(dict.fromkeys(layer or weights.experts))
+        document = forward_document(weights, layers, tokens=tokens, backend=chosen, check=check)
     if as_json:
         _print_json(document)
     else:

@@ -108,7 +108,7 @@ class Display:
         if document["device"] == "cpu":
             self.line("it ran on the CPU: this says nothing about a GPU")
         rate, flop = document["bytes_per_second"], document["flop_per_second"]
-        self.line(f"measured here: memory {size(rate)}/s, products {flop / 1e12:.3g} TFLOP/s")
+        self.line(f"measured here: copy {size(rate)}/s, matrix product {flop / 1e12:.3g} TFLOP/s")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in _FORWARD_COLUMNS:
             table.add_column(name, justify="right", no_wrap=True)
@@ -120,7 +120,7 @@ class Display:
                 f"{layer['distinct_experts']:,}",
                 f"{layer['seconds'] * 1000:.3f} ms",
                 size(layer["bytes"]),
-                f"{layer['fraction']:.0%} of {layer['bound']}",
+                f"{layer['roofline']:.0%}, {layer['bound']}",
                 error,
             )
         self._table(table)
@@ -180,7 +180,7 @@ class Display:
         return self._out.encoding.lower().startswith("utf")
 
 
-_FORWARD_COLUMNS = ("layer", "backend", "experts", "time", "bytes", "at best", "error")
+_FORWARD_COLUMNS = ("layer", "backend", "experts", "time", "bytes", "roofline", "error")
 
 _STAGE_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("stage", "right"),

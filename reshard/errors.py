@@ -60,7 +60,7 @@ class BundleError(ReshardError):
 
 
 class LayerNotHereError(ReshardError, KeyError):
-    """The layer belongs to another stage, or has no experts."""
+    """The layer belongs to another stage, or is dense where experts were asked for."""
 
     __str__ = ReshardError.__str__  # a KeyError shows its argument quoted
 

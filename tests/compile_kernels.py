@@ -143,7 +143,7 @@ def products(kernels: ModuleType, model: Model, kind: str, tiles: Any, cc: int) 
             "hidden_size": hidden,
             "inner_size": inner,
             "top_k": model.top_k,
-            "num_blocks": 100,
+            "max_blocks": 100,
             "first_expert": 0,
             "num_experts": 128,
             "stride_e": rows * depth,
@@ -173,7 +173,7 @@ def products(kernels: ModuleType, model: Model, kind: str, tiles: Any, cc: int) 
 
 def helpers(kernels: ModuleType, cc: int) -> Iterator[Case]:
     """The kernels that sort slots and add up parts."""
-    sizes = {"num_slots": 100, "num_chunks": 3, "num_blocks": 100, "first_expert": 0}
+    sizes = {"num_slots": 100, "num_chunks": 3, "max_blocks": 100, "first_expert": 0}
     for experts in (128, 256, 512):
         bins = 2 * experts
         values = {**sizes, "num_experts": experts, "CHUNK": 64, "EXPERTS": bins, "BLOCKS": 32}

@@ -20,7 +20,7 @@ from reshard.layout import FUSED, PER_EXPERT, TRANSPOSED
 from reshard.runtime import load_stage
 from reshard.runtime.config import MoeConfig
 from reshard.runtime.expert_layout import ExpertLayout, layout_of
-from reshard.runtime.share import Part, plan_share
+from reshard.runtime.share import Rank, plan_share
 from tests import checkpoints
 from tests.bundles import make_set, raw
 
@@ -52,7 +52,7 @@ def layout(
         begin = infos[-1].end if infos else 0
         end = begin + tiny.nbytes(dtype, shape)
         infos.append(TensorInfo(f"{MODULE}.{name}", dtype, shape, begin, end, "file"))
-    groups = plan_share([infos], Part(0, 1), Part(0, 1), None).modules[MODULE].groups
+    groups = plan_share([infos], Rank(0, 1), Rank(0, 1), None).modules[MODULE].groups
     return layout_of(MODULE, groups, MoeConfig.from_json(config, ModelConfig.from_json(config)))
 
 

@@ -40,7 +40,7 @@ def test_every_sparse_layer_of_the_stage_is_run_and_checked(cli: Cli, out: Path)
     for layer in found["layers"]:
         assert layer["backend"] == "grouped" and layer["ok"]
         assert 0 < layer["error"] < layer["error_limit"]
-        assert layer["seconds"] > 0 and layer["fraction"] > 0
+        assert layer["seconds"] > 0 and layer["roofline"] > 0
         assert 2 <= layer["distinct_experts"] <= 8
 
 
@@ -92,6 +92,7 @@ def test_what_cannot_be_run_is_refused(cli: Cli, out: Path, tmp_path: Path) -> N
     for arguments in (("--backend", "fast"), ("--device", "tpu"), ("--tokens", 0)):
         assert cli("forward", stage, *arguments).code == 2
     assert cli("forward", out).code == 2  # which stage?
+    assert cli("forward", out, "--stage", 1, "--layer", 4, "--layer", 4).code == 0
     build(tmp_path / "dense", "qwen3_5")
     split(build_plan(open_checkpoint(tmp_path / "dense"), 1), tmp_path / "dense-pp1")
     refused(cli("forward", tmp_path / "dense-pp1" / "stage-00-of-01"), "has no MoE layers")
@@ -106,7 +107,7 @@ def test_no_cuda_device_is_an_error_only_if_asked_for(cli: Cli, out: Path) -> No
 def test_the_longer_of_both_times_is_the_bound() -> None:
     layer = LayerTime(0, "triton", 0.02, 1000, 100, 1, None, 1)
     assert layer.bound(Rates(1e5, 1e5)) == "memory"
-    assert layer.fraction(Rates(1e5, 1e5)) == pytest.approx(0.5)
+    assert layer.roofline(Rates(1e5, 1e5)) == pytest.approx(0.5)
     assert layer.bound(Rates(1e5, 1e4)) == "memory"
     assert layer.bound(Rates(1e6, 1e4)) == "compute"
-    assert layer.fraction(Rates(1e6, 1e4)) == pytest.approx(0.5)
+    assert layer.roofline(Rates(1e6, 1e4)) == pytest.approx(0.5)

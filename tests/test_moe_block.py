@@ -240,8 +240,8 @@ def test_the_shared_expert_is_of_qwen3_5_alone(models: Models, kind: str) -> Non
     assert shared is not None
     assert off(block(hidden), expected) > 0.2, "without it"
     for wrong in (
-        replace(shared, gate=shared.up, up=shared.gate),
-        replace(shared, router=torch.zeros_like(shared.router)),
+        replace(shared, gate_proj=shared.up_proj, up_proj=shared.gate_proj),
+        replace(shared, output_gate=torch.zeros_like(shared.output_gate)),
     ):
         block.shared_expert = wrong
         assert off(block(hidden), expected) > 0.02

@@ -55,26 +55,26 @@ def limits(piece: int, worth_skipping: int) -> Iterator[None]:
     """Pieces and gaps as small as test files need them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "PIECE", piece)
-        patch.setattr(reading, "_WORTH_SKIPPING", worth_skipping)
+        patch.setattr(reading, "_SKIPPED_GAP", worth_skipping)
         yield
 
 
 @st.composite
 def strips(draw: st.DrawFn) -> Strip:
     """Pieces of any size with gaps of any size, anywhere in a file."""
-    piece_bytes = draw(st.integers(1, 200))
-    stride = piece_bytes + draw(st.integers(0, 200))
+    row_bytes = draw(st.integers(1, 200))
+    stride = row_bytes + draw(st.integers(0, 200))
     pieces = draw(st.integers(1, 20))
     room = FILE_BYTES - pieces * stride
     return Strip(
-        draw(st.sampled_from("ab")), draw(st.integers(0, room)), pieces, piece_bytes, stride, 0
+        draw(st.sampled_from("ab")), draw(st.integers(0, room)), pieces, row_bytes, stride, 0
     )
 
 
 def side_by_side(source: LocalSource, strip: Strip) -> bytes:
     data = (source.root / strip.file).read_bytes()
-    starts = range(strip.begin, strip.begin + strip.pieces * strip.stride, strip.stride)
-    return b"".join(data[start : start + strip.piece_bytes] for start in starts)
+    starts = range(strip.begin, strip.begin + strip.rows * strip.stride, strip.stride)
+    return b"".join(data[start : start + strip.row_bytes] for start in starts)
 
 
 @given(
@@ -105,9 +105,7 @@ def test_every_byte_comes_to_its_place(
             for part in reading._pieces(strip)
         ]
         # What a thread reads at once, gaps included, fits into its buffer.
-        assert all(
-            s.is_range or (s.pieces - 1) * s.stride + s.piece_bytes <= piece for s, _ in pieces
-        )
+        assert all(s.is_range or (s.rows - 1) * s.stride + s.row_bytes <= piece for s, _ in pieces)
         assert all(s.nbytes <= piece for s, _ in pieces)
         fill(source, pieces, Staging(CPU, 2 * jobs) if staged else None, jobs, Silent())
     expected = bytearray(b"\7" * at)
@@ -121,11 +119,11 @@ def test_only_small_gaps_are_read(strip: Strip, piece: int, worth_skipping: int)
     with limits(piece, worth_skipping):
         parts = list(reading._pieces(strip))
     assert sum(part.nbytes for part in parts) == strip.nbytes
-    gap = strip.stride - strip.piece_bytes
+    gap = strip.stride - strip.row_bytes
     if gap >= worth_skipping:
         assert all(part.is_range for part in parts)
     strided = [part for part in parts if not part.is_range]
-    assert all(part.stride - part.piece_bytes < worth_skipping for part in strided)
+    assert all(part.stride - part.row_bytes < worth_skipping for part in strided)
 
 
 # --- a device whose copies come late --------------------------------------------------------------
@@ -269,7 +267,7 @@ def test_staging_gives_what_mapping_gives(
     out = make_set(tmp_path, weights=weights, layers=2) / "stage-01-of-02"
     mapped = all_ranks(out)
     monkeypatch.setattr(reading, "PIECE", piece)
-    monkeypatch.setattr(reading, "_WORTH_SKIPPING", 300)
+    monkeypatch.setattr(reading, "_SKIPPED_GAP", 300)
     for one, other in zip(mapped, all_ranks(out, mmap=False), strict=True):
         assert contents(one.tensors) == contents(other.tensors)
         assert torch.equal(one.experts[1].w13, other.experts[1].w13)

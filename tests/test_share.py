@@ -22,14 +22,14 @@ from reshard.errors import UsageError, WeightsError
 from reshard.header import TensorInfo
 from reshard.runtime import share as share_module
 from reshard.runtime.config import MoeConfig
-from reshard.runtime.share import ALIGNMENT, Part, Share, StageShare, plan_share
+from reshard.runtime.share import ALIGNMENT, Rank, Share, StageShare, plan_share
 
 Array = npt.NDArray[np.void]
 """A tensor whose elements are opaque: so many bytes each."""
 
 MLP = "model.language_model.layers.3.mlp."
 BEGIN = 4096
-WHOLE = Part(0, 1)
+WHOLE = Rank(0, 1)
 FAMILY = {"fused": "qwen3_5_moe", "transposed": "qwen3_vl_moe", "per_expert": "qwen3_5_moe"}
 
 
@@ -117,25 +117,25 @@ class Layer:
         }
         return MoeConfig.from_json(config, ModelConfig.from_json(config))
 
-    def plan(self, ep: Part = WHOLE, tp: Part = WHOLE) -> StageShare:
+    def plan(self, ep: Rank = WHOLE, tp: Rank = WHOLE) -> StageShare:
         return plan_share([self.tensors], ep, tp, self.config if tp.size > 1 else None)
 
 
 # --- what ranks must hold, said by slicing --------------------------------------------------------
 
 
-def part(array: Array, axis: int, rank: Part) -> Array:
+def part(array: Array, axis: int, rank: Rank) -> Array:
     """The rank's equal part along an axis."""
     return np.split(array, rank.size, axis)[rank.rank]
 
 
-def gate_and_up(array: Array, axis: int, rank: Part) -> Array:
+def gate_and_up(array: Array, axis: int, rank: Rank) -> Array:
     """Its part of the rows of gate, then its part of the rows of up."""
     halves = np.split(array, 2, axis)
     return np.concatenate([part(half, axis, rank) for half in halves], axis)
 
 
-def expected(layer: Layer, ep: Part, tp: Part) -> dict[str, Array]:
+def expected(layer: Layer, ep: Rank, tp: Rank) -> dict[str, Array]:
     """What the rank holds, by the names of the tensors."""
     first, end = (layer.experts * rank // ep.size for rank in (ep.rank, ep.rank + 1))
     swapped = layer.form == "transposed"
@@ -164,8 +164,8 @@ def positions(share: Share) -> npt.NDArray[np.int64]:
     for strip in share.strips:
         assert strip.at == at, "strips come to lie side by side"
         at += strip.nbytes
-        starts = strip.begin + strip.stride * np.arange(strip.pieces)
-        parts.append((starts[:, None] + np.arange(strip.piece_bytes)).ravel())
+        starts = strip.begin + strip.stride * np.arange(strip.rows)
+        parts.append((starts[:, None] + np.arange(strip.row_bytes)).ravel())
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -180,7 +180,7 @@ def gathered(layer: Layer, plan: StageShare) -> dict[str, Array]:
     return found
 
 
-def check(layer: Layer, ep: Part, tp: Part) -> None:
+def check(layer: Layer, ep: Rank, tp: Rank) -> None:
     wanted, found = expected(layer, ep, tp), gathered(layer, layer.plan(ep, tp))
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
@@ -188,8 +188,8 @@ def check(layer: Layer, ep: Part, tp: Part) -> None:
         assert found[name].tobytes() == array.tobytes(), name
 
 
-def ranks(size: int) -> list[Part]:
-    return [Part(rank, size) for rank in range(size)]
+def ranks(size: int) -> list[Rank]:
+    return [Rank(rank, size) for rank in range(size)]
 
 
 # --- properties -----------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_ranks_together_hold_every_byte_of_the_experts_once(drawn: tuple[Layer, 
 @given(layers())
 def test_buffers_do_not_overlap_and_are_aligned(drawn: tuple[Layer, int, int]) -> None:
     layer, ep_size, tp_size = drawn
-    for ep, tp in ((Part(0, ep_size), Part(0, tp_size)), (Part(ep_size - 1, ep_size), WHOLE)):
+    for ep, tp in ((Rank(0, ep_size), Rank(0, tp_size)), (Rank(ep_size - 1, ep_size), WHOLE)):
         plan = layer.plan(ep, tp)
         end = 0
         for share in plan.shares:
@@ -288,10 +288,10 @@ def test_a_rank_holds_a_range_of_experts(drawn: tuple[Layer, int, int]) -> None:
 def test_what_lies_together_is_one_strip(form: str, dtype: str) -> None:
     """Hundreds of tensors of a run are read at once; cut ones are one strip with gaps."""
     layer = Layer(form, 8, 32, 24, 16, dtype=dtype, block=(4, 4))
-    for ep in (WHOLE, Part(1, 3)):
+    for ep in (WHOLE, Rank(1, 3)):
         for share in layer.plan(ep).shares:
             assert len(share.strips) == 1 and share.strips[0].is_range
-    for share in layer.plan(Part(1, 3), Part(1, 2)).shares:
+    for share in layer.plan(Rank(1, 3), Rank(1, 2)).shares:
         assert len(share.strips) == 1
 
 
@@ -303,7 +303,7 @@ def test_what_does_not_lie_together_is_put_together() -> None:
     assert len(gate_up.strips) > 1 and len(down.strips) > 1
     names = [f"{MLP}experts.{e}.{p}_proj.weight" for e in range(8) for p in ("gate", "up")]
     assert gate_up.names == tuple(names)
-    check(layer, Part(1, 3), Part(1, 2))
+    check(layer, Rank(1, 3), Rank(1, 2))
 
 
 def test_a_run_that_is_spread_over_files() -> None:
@@ -326,17 +326,17 @@ def test_a_run_that_is_spread_over_files() -> None:
 def test_more_ranks_than_experts(form: str) -> None:
     layer = Layer(form, 3, 8, 4, 0)
     with pytest.raises(UsageError, match=r"3 experts cannot be divided among 4 ranks"):
-        layer.plan(Part(0, 4))
-    assert layer.plan(Part(0, 3))
+        layer.plan(Rank(0, 4))
+    assert layer.plan(Rank(0, 3))
 
 
 @pytest.mark.parametrize("form", FAMILY)
 def test_rows_that_cannot_be_divided(form: str) -> None:
     layer = Layer(form, 2, 8, 6, 0)
     with pytest.raises(UsageError, match="its 6 rows or columns cannot be divided among 4 ranks$"):
-        layer.plan(WHOLE, Part(0, 4))
+        layer.plan(WHOLE, Rank(0, 4))
     with pytest.raises(UsageError, match="shared_expert.*its 10 rows or columns cannot be divided"):
-        Layer(form, 2, 8, 6, 10).plan(WHOLE, Part(0, 3))
+        Layer(form, 2, 8, 6, 10).plan(WHOLE, Rank(0, 3))
 
 
 @pytest.mark.parametrize("block", [(4, 2), (2, 4), (4, 4)])
@@ -345,8 +345,8 @@ def test_fp8_is_cut_between_blocks(form: str, block: tuple[int, int]) -> None:
     """6 rows of 12 would begin within a block; so would 6 columns."""
     layer = Layer(form, 2, 8, 12, 0, dtype="F8_E4M3", block=block)
     with pytest.raises(UsageError, match="12 rows or columns .* 2 ranks in multiples of 4"):
-        layer.plan(WHOLE, Part(0, 2))
-    check(layer, WHOLE, Part(1, 3))
+        layer.plan(WHOLE, Rank(0, 2))
+    check(layer, WHOLE, Rank(1, 3))
 
 
 def test_scales_that_end_within_a_block_are_held_whole() -> None:
@@ -360,10 +360,10 @@ def test_what_tp_cannot_divide() -> None:
     """Other formats, or shapes that contradict config.json: nobody knows what the rows are."""
     layer = Layer("per_expert", 4, 8, 6, 8, dtype="F8_E5M2")
     with pytest.raises(WeightsError, match="F8_E5M2"):
-        layer.plan(WHOLE, Part(0, 2))
+        layer.plan(WHOLE, Rank(0, 2))
     layer = Layer("fused", 4, 8, 6, 0)
     with pytest.raises(WeightsError, match="fit neither each other nor config.json"):
-        plan_share([layer.tensors], WHOLE, Part(0, 2), Layer("fused", 4, 8, 12, 0).config)
+        plan_share([layer.tensors], WHOLE, Rank(0, 2), Layer("fused", 4, 8, 12, 0).config)
 
 
 def test_a_shared_expert_in_another_form() -> None:
@@ -375,14 +375,14 @@ def test_a_shared_expert_in_another_form() -> None:
             if "shared" in t.name
         ]
         with pytest.raises(WeightsError, match=f"tensor parallelism cannot divide {dtype}"):
-            plan_share([others], WHOLE, Part(0, 2), layer.config)
+            plan_share([others], WHOLE, Rank(0, 2), layer.config)
 
 
 def test_no_expert() -> None:
     layer = Layer("fused", 0, 8, 6, 0)
     check(layer, WHOLE, WHOLE)
     with pytest.raises(UsageError, match="0 experts cannot be divided"):
-        layer.plan(Part(0, 2))
+        layer.plan(Rank(0, 2))
 
 
 # --- these tests would notice ---------------------------------------------------------------------
@@ -391,17 +391,17 @@ def test_no_expert() -> None:
 def test_a_cut_across_gate_and_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`[gate; up]` cut in one piece gives rank 0 all of gate, and rank 1 all of up."""
     layer = Layer("fused", 3, 8, 4, 0)
-    check(layer, WHOLE, Part(0, 2))
+    check(layer, WHOLE, Rank(0, 2))
     axes = share_module._AXES
     monkeypatch.setattr(share_module, "_AXES", {**axes, ("fused", "gate_up"): (1, 1)})
     with pytest.raises(AssertionError):
-        check(layer, WHOLE, Part(0, 2))
+        check(layer, WHOLE, Rank(0, 2))
 
 
 def test_another_axis_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer("transposed", 3, 8, 4, 0)
-    check(layer, WHOLE, Part(0, 2))
+    check(layer, WHOLE, Rank(0, 2))
     axes = share_module._AXES
     monkeypatch.setattr(share_module, "_AXES", {**axes, ("fused_transposed", "down"): (2, 1)})
     with pytest.raises(AssertionError):
-        check(layer, WHOLE, Part(0, 2))
+        check(layer, WHOLE, Rank(0, 2))

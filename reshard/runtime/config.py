@@ -47,11 +47,11 @@ class MoeConfig:
             return value
 
         if fields.get("hidden_act", "silu") != "silu":
-            raise _other("hidden_act", fields["hidden_act"], "silu")
+            raise _other_error("hidden_act", fields["hidden_act"], "silu")
         # Qwen3-VL and Qwen3.5 always normalise; transformers drops the field when it saves them.
         normalised = fields.get("norm_topk_prob", model.model_type != "qwen3_moe")
         if normalised is not True:
-            raise _other("norm_topk_prob", normalised, "true")
+            raise _other_error("norm_topk_prob", normalised, "true")
         shared = fields.get("shared_expert_intermediate_size")
         return cls(
             model=model,
@@ -79,7 +79,7 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
     return rows, columns
 
 
-def _other(field: str, found: Any, expected: str) -> WeightsError:
+def _other_error(field: str, found: Any, expected: str) -> WeightsError:
     return WeightsError(
         f"config.json: {field} is {quoted(repr(found))}; the forward computes {expected} only",
         hint="the stage can be loaded, its experts cannot be run here",

@@ -49,8 +49,8 @@ def experts_in(groups: Mapping[Key, list[Group]]) -> int:
     separate = [one.expert for t in tensors if (one := parse_expert(t.name))]
     if separate:
         return 1 + max(separate)
-    fused = [group[0].shape for key, found in groups.items() if not key[1] for group in found]
-    return max((shape[0] for shape in fused if shape), default=0)
+    fused = [tensor.shape for tensor in tensors if len(tensor.shape) > 1]
+    return max((shape[0] for shape in fused), default=0)
 
 
 def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig) -> ExpertLayout:
@@ -66,8 +66,8 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
     scale = None
     if dtypes == {FP8} and config.block is not None:
         scale = f"{weight}_scale_inv"
-    wanted = {(proj, suffix) for proj in ("gate_up", "down") for suffix in (weight, scale)}
-    wanted -= {("gate_up", None), ("down", None)}
+    suffixes = [weight] if scale is None else [weight, scale]
+    wanted = {(proj, suffix) for proj in ("gate_up", "down") for suffix in suffixes}
     lacking = "down" if gate_up and not down else "gate_up" if down and not gate_up else None
     if lacking:
         raise WeightsError(
@@ -76,7 +76,7 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
         )
     plain = len(dtypes) == 1 and dtypes <= {*FLOATS}
     if not (gate_up and down and groups.keys() == wanted and (plain or scale is not None)):
-        raise _format(module, groups, config.model)
+        raise _format_error(module, groups, config.model)
     for key, found in groups.items():
         if len(found) > 1:
             raise WeightsError(
@@ -90,7 +90,7 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         expected = {"gate_up": (experts, 2, inner, hidden), "down": (experts, hidden, inner)}
         if any(shapes[proj, weight] != shape for proj, shape in expected.items()):
-            raise _contradiction(module, shapes, weight, config)
+            raise _contradiction_error(module, shapes, weight, config)
     else:
         form, note = _orientation(module, shapes, config)
     if scale is not None:
@@ -127,7 +127,7 @@ def _orientation(
         form = FUSED if transposed else TRANSPOSED
         note = f"{module} is stored as {form}, other than {config.model.model_type} is released"
         return form, note
-    raise _contradiction(module, shapes, "", config)
+    raise _contradiction_error(module, shapes, "", config)
 
 
 def _check_scales(
@@ -149,7 +149,7 @@ def _check_scales(
         )
 
 
-def _contradiction(
+def _contradiction_error(
     module: str, shapes: Mapping[Key, tuple[int, ...]], weight: str, config: MoeConfig
 ) -> WeightsError:
     gate_up, down = shapes["gate_up", weight], shapes["down", weight]
@@ -162,7 +162,9 @@ def _contradiction(
     )
 
 
-def _format(module: str, groups: Mapping[Key, list[Group]], model: ModelConfig) -> WeightsError:
+def _format_error(
+    module: str, groups: Mapping[Key, list[Group]], model: ModelConfig
+) -> WeightsError:
     found = sorted(
         {
             (suffix or "(no suffix)", group[0].dtype)

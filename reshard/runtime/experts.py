@@ -41,6 +41,11 @@ class ExpertWeights:
     num_experts: int
 
     @property
+    def num_local_experts(self) -> int:
+        """E: how many are here."""
+        return self.w2.shape[0]
+
+    @property
     def hidden_size(self) -> int:
         return self.w2.shape[1]
 

@@ -26,7 +26,7 @@ from reshard.runtime.dtypes import as_tensor, torch_dtype
 from reshard.runtime.expert_layout import Key
 from reshard.runtime.experts import ExpertWeights, expert_weights
 from reshard.runtime.reading import read_shares
-from reshard.runtime.share import Part, Share, StageShare, plan_share
+from reshard.runtime.share import Rank, Share, StageShare, plan_share
 from reshard.runtime.weights import Experts, StageWeights, require_layer
 from reshard.source import LocalSource, Range, sha256_of
 from reshard.tasks import default_jobs, in_parallel, watched
@@ -66,12 +66,12 @@ def load_stage(
     `UsageError` for arguments that do not fit; `WeightsError` for weights that torch cannot hold, or
     `tp` cannot divide; `DeviceError`, `HubError`, `StorageError`, `SourceChangedError`.
     """
-    ep_part, tp_part = _part("ep", ep), _part("tp", tp)
+    ep_part, tp_part = _rank("ep", ep), _rank("tp", tp)
     where = _device(device)
     bundle = BundleSet.open(path_or_repo)
-    stage = _chosen(bundle, stage, pp_size)
+    stage = _choose_stage(bundle, stage, pp_size)
     if not isinstance(bundle.source, LocalSource):
-        bundle = _pulled(bundle, stage, jobs, progress)
+        bundle = _pull_stage(bundle, stage, jobs, progress)
     source = bundle.source
     assert isinstance(source, LocalSource)
     jobs = jobs or default_jobs()
@@ -80,7 +80,7 @@ def load_stage(
     _check_config(bundle)
     config = read_config_json(source)
     model = model_config(source, config)
-    components = _proved(bundle, stage, model)
+    components = _check_headers(bundle, stage, model)
     if verify:
         _verify_data(bundle, source, stage, jobs, reports)
     moe_config = MoeConfig.from_json(config, model) if tp_part.size > 1 else None
@@ -119,13 +119,14 @@ def load_stage(
     )
 
 
-def _part(name: str, given: tuple[int, int]) -> Part:
+def _rank(name: str, given: tuple[int, int]) -> Rank:
     rank, size = given
     if not 0 <= rank < size:
         raise UsageError(
-            f"{name} is {given!r}: rank {rank} of {size}", hint=f"give (rank, size): {name}=(0, 2)"
+            f"{name} is {given!r}: rank {rank} of {size}",
+            hint=f"give (rank, size), with ranks from 0: {name}=(1, 2) is the second of two",
         )
-    return Part(rank, size)
+    return Rank(rank, size)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -134,9 +135,10 @@ def _device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
+        known = found.type in ("cpu", "cuda")
     except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
+        known = False
+    if not known:
         raise UsageError(f"device {quoted(str(device))} is neither cpu nor cuda")
     if found.type == "cpu":
         return found
@@ -151,21 +153,20 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _chosen(bundle: BundleSet, stage: int | None, pp_size: int | None) -> int:
+def _choose_stage(bundle: BundleSet, stage: int | None, pp_size: int | None) -> int:
     """The stage to load. Raises `BundleError` where the set is not what was asked for."""
     manifest = bundle.manifest
     here = ", ".join(map(str, manifest.present))
     if pp_size is not None and pp_size != manifest.pp_size:
         raise BundleError(
             f"{bundle.source.name} has {manifest.pp_size} stages, {pp_size} were asked for",
-            hint=f"start {manifest.pp_size} ranks, or split again: reshard split {bundle.source.name} "
-            f"NEW --pp-size {pp_size}",
+            hint=f"start {manifest.pp_size} ranks, or split again with --pp-size {pp_size}",
         )
     if stage is None:
         if len(manifest.present) > 1:
             raise UsageError(
                 f"{bundle.source.name} has stages {here}; say which one",
-                hint="give stage=K, or the directory of one stage",
+                hint="give stage=K (--stage K), or the directory of one stage",
             )
         return manifest.present[0]
     if not 0 <= stage < manifest.pp_size:
@@ -175,12 +176,13 @@ def _chosen(bundle: BundleSet, stage: int | None, pp_size: int | None) -> int:
     if stage not in manifest.present:
         raise BundleError(
             f"stage {stage} is not in {bundle.source.name}; it has {here}",
-            hint=f"get it: reshard pull OUT DIRECTORY --stage {stage}",
+            hint=f"give the directory of stage {stage}, or get it: reshard pull OUT DIRECTORY "
+            f"--stage {stage}",
         )
     return stage
 
 
-def _pulled(
+def _pull_stage(
     bundle: BundleSet, stage: int, jobs: int | None, progress: Progress | None
 ) -> BundleSet:
     """The stage on this machine; the first process that wants it fetches it, the others wait."""
@@ -204,7 +206,9 @@ def _check_config(bundle: BundleSet) -> None:
     bundle.check_side_files("config.json")
 
 
-def _proved(bundle: BundleSet, stage: int, model: ModelConfig) -> dict[Component, list[TensorInfo]]:
+def _check_headers(
+    bundle: BundleSet, stage: int, model: ModelConfig
+) -> dict[Component, list[TensorInfo]]:
     """The tensors of the stage by component, proved by the header hashes of the manifest."""
     components: dict[Component, list[TensorInfo]] = {}
     owner: dict[str, str] = {}
@@ -214,17 +218,21 @@ def _proved(bundle: BundleSet, stage: int, model: ModelConfig) -> dict[Component
         for tensor in header.tensors:
             torch_dtype(tensor.dtype, tensor.shape, tensor.name)
             if component_of(tensor.name, model) != record.component:
-                raise _foreign(path, f"holds {quoted(tensor.name)}, which does not belong there")
+                raise _foreign_error(
+                    path, f"holds {quoted(tensor.name)}, which does not belong there"
+                )
             if tensor.name in owner:
-                raise _foreign(path, f"holds {quoted(tensor.name)}, as {owner[tensor.name]} does")
+                raise _foreign_error(
+                    path, f"holds {quoted(tensor.name)}, as {owner[tensor.name]} does"
+                )
             owner[tensor.name] = quoted(path)
         if len(header.tensors) != record.tensors:
-            raise _foreign(path, f"holds {len(header.tensors)} tensors, not {record.tensors}")
+            raise _foreign_error(path, f"holds {len(header.tensors)} tensors, not {record.tensors}")
         components.setdefault(record.component, []).extend(header.tensors)
     return components
 
 
-def _foreign(path: str, what: str) -> BundleError:
+def _foreign_error(path: str, what: str) -> BundleError:
     return BundleError(
         f"{quoted(path)} {what}",
         hint="the set was not written by reshard, or config.json was changed",
@@ -266,11 +274,13 @@ def _makers(
 ) -> dict[int, Callable[[], ExpertWeights]]:
     """How to make the experts of each sparse layer among `layers`."""
 
+    of_modules = share.of_modules()
+
     def make(module: str) -> ExpertWeights:
         tensors: dict[Key, Tensor] = {}
-        for key, parts in share.of_module(module).items():
-            separate = parse_expert(parts[0].names[0]) is not None
-            tensors[key] = stacks[parts[0]] if separate else stacks[parts[0]][0]
+        for key, (first, *_) in of_modules[module].items():  # if there are more, they are refused
+            fused = parse_expert(first.names[0]) is None
+            tensors[key] = stacks[first][0] if fused else stacks[first]
         return expert_weights(module, share.modules[module], tensors, config())
 
     prefix = f"{model.family.language_prefix}layers."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
 from statistics import median
@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reshard.errors import WeightsError
+from reshard.errors import DeviceError, WeightsError
 from reshard.runtime.fused import Backend, choose_backend
 from reshard.runtime.moe import MoeBlock, route
 from reshard.runtime.weights import StageWeights
+
+_WARM_UP = 2
+_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """One layer's MoE block: median seconds, and the least bytes and FLOP that it takes.
+    """One layer's MoE block: median seconds, and the bytes and FLOP that it takes.
 
     distinct_experts: how many different ones the tokens went to. error: relative L2 distance from the
     reference backend, None where it was not asked for; error_limit: what it may be.
@@ -49,8 +52,8 @@ class LayerTime:
         memory = self.bytes / rates.bytes_per_second >= self.flop / rates.flop_per_second
         return "memory" if memory else "compute"
 
-    def fraction(self, rates: Rates) -> float:
-        """The least time that the device could take, over the time that it took."""
+    def roofline(self, rates: Rates) -> float:
+        """The fraction of the roofline that it reached: time at these rates over time taken."""
         least = max(self.bytes / rates.bytes_per_second, self.flop / rates.flop_per_second)
         return least / self.seconds
 
@@ -70,16 +73,23 @@ def forward_document(
 ) -> dict[str, Any]:
     """What `reshard forward` prints; docs/json.md describes the fields.
 
-    Raises as `measure_layers` does, and `WeightsError` for a stage without sparse layers.
+    Raises as `measure_layers` does, `WeightsError` for a stage without sparse layers, `DeviceError`
+    where there is too little memory.
     """
     if not layers:
         raise WeightsError(
             f"stage {stage.stage} has no MoE layers: {stage.model.model_type}",
             hint="there are no experts to run in a dense model",
         )
-    times = measure_layers(stage, layers, tokens=tokens, backend=backend, check=check)
-    dtype = MoeBlock(stage, layers[0]).gate.dtype
-    rates = measure_rates(stage.device, dtype)
+    dtype = MoeBlock(stage, layers[0]).router.dtype
+    try:
+        rates = measure_rates(stage.device, dtype)
+        times = measure_layers(stage, layers, tokens=tokens, backend=backend, check=check)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{stage.device} has too little memory left beside the stage to run {tokens} tokens",
+            hint="run fewer tokens, or a stage with fewer layers",
+        ) from error
     cuda = stage.device.type == "cuda"
     return {
         "model_type": stage.model.model_type,
@@ -89,20 +99,14 @@ def forward_document(
         "torch": torch.__version__,
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
-        "bytes_per_second": rates.bytes_per_second,
-        "flop_per_second": rates.flop_per_second,
+        **asdict(rates),
         "layers": [
             {
-                "layer": layer.layer,
-                "backend": layer.backend,
-                "seconds": layer.seconds,
-                "distinct_experts": layer.distinct_experts,
-                "bytes": layer.bytes,
-                "flop": layer.flop,
-                "bound": layer.bound(rates),
-                "fraction": layer.fraction(rates),
+                **asdict(layer),
                 "error": layer.error if layer.error is not None and isfinite(layer.error) else None,
                 "error_limit": layer.error_limit if check else None,
+                "bound": layer.bound(rates),
+                "roofline": layer.roofline(rates),
                 "ok": not layer.wrong,
             }
             for layer in times
@@ -121,16 +125,16 @@ def measure_layers(
 ) -> list[LayerTime]:
     """Run the MoE blocks of `layers`, one after the other, on random hidden states of `tokens` tokens.
 
-    Going through all layers again and again, each finds its weights outside the caches. Raises
+    All layers take turns, so that the weights of real ones are not in the caches. Raises
     `LayerNotHereError`; `WeightsError` where the backend cannot run them.
     """
     blocks = [MoeBlock(stage, layer, backend) for layer in layers]
     generator = torch.Generator(stage.device).manual_seed(0)
     calls = []
     for block in blocks:
-        shape = tokens, block.gate.shape[1]
+        shape = tokens, block.router.shape[1]
         hidden = torch.randn(shape, generator=generator, device=stage.device)
-        calls.append((block, hidden.to(block.gate.dtype)))
+        calls.append((block, hidden.to(block.router.dtype)))
     errors = [_error(stage, *call) if check else None for call in calls]
     times = _seconds(calls, stage.device)
     return [
@@ -161,23 +165,27 @@ def _error(stage: StageWeights, block: MoeBlock, hidden: Tensor) -> float:
 _LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3}
 _LIMIT_BF16 = 2e-2
 _LIMIT_FP8 = 1e-1
-"""Own kernels round what FP8 weights are multiplied with to FP8, too: errors of 3 % are normal."""
+"""reshard's kernels round what FP8 weights are multiplied with to FP8, too: errors of 4 % are normal."""
 
 
 def _layer_time(block: MoeBlock, hidden: Tensor, seconds: float, error: float | None) -> LayerTime:
-    """Every weight that is needed is read once, every token read and written once."""
+    """What moves: weights of the experts that were hit, of router and shared expert; tokens in and
+    out; what lies between the two products, written and read. Of this rank's experts only.
+    """
     experts, shared = block.experts, block.shared_expert
-    topk_ids, _ = route(hidden, block.gate, block.top_k)
-    distinct = len(set(topk_ids.flatten().tolist()))
+    topk_ids, _ = route(hidden, block.router, block.top_k)
+    last = experts.first_expert + experts.num_local_experts
+    local = [i for i in topk_ids.flatten().tolist() if experts.first_expert <= i < last]
+    slots, distinct = len(local), len(set(local))
     tensors = (experts.w13, experts.w2, experts.w13_scale, experts.w2_scale)
     held = sum(t.nbytes for t in tensors if t is not None)
-    nbytes = held * distinct // experts.num_experts + block.gate.nbytes
+    nbytes = held * distinct // experts.num_local_experts + block.router.nbytes
     width, inner = experts.hidden_size, experts.intermediate_size
-    nbytes += 2 * hidden.nbytes + 2 * topk_ids.numel() * (inner + width) * hidden.element_size()
-    flop = 6 * topk_ids.numel() * width * inner + 2 * hidden.numel() * block.gate.shape[0]
+    nbytes += 2 * hidden.nbytes + 2 * slots * (inner + width) * hidden.element_size()
+    flop = 6 * slots * width * inner + 2 * hidden.numel() * block.router.shape[0]
     if shared is not None:
-        nbytes += shared.gate.nbytes + shared.up.nbytes + shared.down.nbytes
-        flop += 6 * hidden.numel() * shared.gate.shape[0]
+        nbytes += shared.gate_proj.nbytes + shared.up_proj.nbytes + shared.down_proj.nbytes
+        flop += 6 * hidden.numel() * shared.gate_proj.shape[0]
     fp8 = experts.block is not None
     return LayerTime(
         layer=block.layer,
@@ -197,10 +205,6 @@ def _seconds(calls: Sequence[tuple[MoeBlock, Tensor]], device: torch.device) -> 
     for _ in range(_WARM_UP + _REPEATS):
         passes.append([_elapsed(partial(block, hidden), device) for block, hidden in calls])
     return [median(times) for times in zip(*passes[_WARM_UP:], strict=True)]
-
-
-_WARM_UP = 2
-_REPEATS = 5
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from reshard.errors import UsageError, WeightsError
 from reshard.runtime.experts import ExpertWeights
-from reshard.runtime.fused import Backend, fused_experts
-from reshard.runtime.fused.reference import in_blocks
+from reshard.runtime.fused import Backend, fused_experts, require_backend
+from reshard.runtime.fused.reference import dequantised
 from reshard.runtime.weights import StageWeights
 
 
-def route(hidden: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def route(hidden: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights: topk_ids `[T, k]` int64, topk_weights float32.
 
-    hidden: `[T, H]`; gate: `[E, H]`. Logits in the dtype of `hidden`, softmax in float32, the k largest
+    hidden: `[T, H]`; router: `[E, H]`. Logits in the dtype of `hidden`, softmax in float32, the k largest
     divided by their sum (transformers `Qwen3_5MoeTopKRouter`, `Qwen3VLMoeTextTopKRouter`, which then
     round the weights to the dtype of the model; SGLang and vLLM, and this, keep them in float32).
     """
-    logits = F.linear(hidden, gate.to(hidden.dtype))
+    logits = F.linear(hidden, router.to(hidden.dtype))
     precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     weights, ids = F.softmax(logits, dim=-1, dtype=precise).topk(top_k, dim=-1)
     return ids, weights / weights.sum(dim=-1, keepdim=True)
@@ -31,23 +31,25 @@ def route(hidden: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that every token goes to: down `[H, Is]` of silu(gate `[Is, H]`) * up `[Is, H]`.
+    """The expert that every token goes to, of width Is.
 
-    router: `[1, H]`; its sigmoid scales what comes out.
+    gate_proj, up_proj: `[Is, H]`; down_proj: `[H, Is]`; output_gate: `[1, H]`, whose sigmoid scales
+    what comes out.
     """
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    router: Tensor
+    gate_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    output_gate: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden: `[T, H]`, and so is what comes out."""
-        gate, up, down, router = (
-            weight.to(hidden.dtype) for weight in (self.gate, self.up, self.down, self.router)
-        )
-        inner = F.silu(F.linear(hidden, gate)) * F.linear(hidden, up)
-        return torch.sigmoid(F.linear(hidden, router)) * F.linear(inner, down)
+
+        def linear(x: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(x, weight.to(x.dtype))
+
+        inner = F.silu(linear(hidden, self.gate_proj)) * linear(hidden, self.up_proj)
+        return torch.sigmoid(linear(hidden, self.output_gate)) * linear(inner, self.down_proj)
 
 
 class MoeBlock:
@@ -61,8 +63,9 @@ class MoeBlock:
     def __init__(self, stage: StageWeights, layer: int, backend: Backend = "auto") -> None:
         """layer: its number in the whole model.
 
-        Raises `LayerNotHereError`, and `WeightsError` for weights that the forward cannot run.
+        Raises `LayerNotHereError`; `WeightsError` for weights that the forward cannot run; `UsageError`.
         """
+        require_backend(backend)
         config = stage.moe_config
         if config.top_k > config.num_experts:
             raise WeightsError(
@@ -75,17 +78,17 @@ class MoeBlock:
         self.top_k = config.top_k
         self.experts: ExpertWeights = stage.experts[layer]
         shape = config.num_experts, config.hidden_size
-        self.gate = _weight(tensors, layer, "mlp.gate", shape, None)
+        self.router = _weight(tensors, layer, "mlp.gate", shape, None)
         self.shared_expert: SharedExpert | None = None
         if config.shared_intermediate_size is not None and stage.ep.rank == 0:
             inner = config.shared_intermediate_size // stage.tp.size
             wide, tall = (inner, config.hidden_size), (config.hidden_size, inner)
             block = config.block
             self.shared_expert = SharedExpert(
-                gate=_weight(tensors, layer, "mlp.shared_expert.gate_proj", wide, block),
-                up=_weight(tensors, layer, "mlp.shared_expert.up_proj", wide, block),
-                down=_weight(tensors, layer, "mlp.shared_expert.down_proj", tall, block),
-                router=_weight(tensors, layer, "mlp.shared_expert_gate", (1, tall[0]), None),
+                gate_proj=_weight(tensors, layer, "mlp.shared_expert.gate_proj", wide, block),
+                up_proj=_weight(tensors, layer, "mlp.shared_expert.up_proj", wide, block),
+                down_proj=_weight(tensors, layer, "mlp.shared_expert.down_proj", tall, block),
+                output_gate=_weight(tensors, layer, "mlp.shared_expert_gate", (1, tall[0]), None),
             )
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -93,13 +96,13 @@ class MoeBlock:
 
         Raises `UsageError` and `WeightsError` as `fused_experts` does.
         """
-        if hidden.shape[-1:] != self.gate.shape[1:]:
+        if hidden.shape[-1:] != self.router.shape[1:]:
             raise UsageError(
                 f"hidden states of shape {tuple(hidden.shape)} do not end in the hidden size "
-                f"{self.gate.shape[1]}"
+                f"{self.router.shape[1]}"
             )
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        topk_ids, topk_weights = route(tokens, self.gate, self.top_k)
+        topk_ids, topk_weights = route(tokens, self.router, self.top_k)
         out = fused_experts(tokens, self.experts, topk_ids, topk_weights, self.backend)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
@@ -122,7 +125,7 @@ def _weight(
             hint="the weights and config.json are of different models, or stored in another format",
         )
     if weight.dtype == torch.float8_e4m3fn and scale is not None and block is not None:
-        return in_blocks(weight.float(), scale, block).to(torch.bfloat16)
+        return dequantised(weight.float(), scale, block).to(torch.bfloat16)
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         raise WeightsError(
             f"layer {layer}: {name}.weight is stored as {weight.dtype}, which the forward cannot run"

@@ -31,11 +31,11 @@ from reshard.units import size
 PIECE = 16 << 20
 """Bytes that one thread reads at a time."""
 
-_WORTH_SKIPPING = 64 << 10
+_SKIPPED_GAP = 64 << 10
 """Gaps from this size on are left out; smaller ones are read as well, as the system does anyway."""
 
 
-_WHOLE = 0.95
+_READ_WHOLE = 0.95
 """A file of which at least so much is wanted is read as a whole, with what the system reads ahead."""
 
 
@@ -56,11 +56,13 @@ def read_shares(
     Raises `DeviceError` where there is too little memory, `SourceChangedError`, `StorageError`.
     """
     read = {part.file for part in share.shares if not (mapped and _can_be_mapped(part))}
-    maps = {f: _mapped(source, f) for f in {part.file for part in share.shares} - read}
     sizes = share.buffer_bytes()
-    buffers = {file: _buffer(sizes[file], file, device) for file in sorted(read)}
+    memory = {
+        file: _buffer(nbytes, file, device) if file in read else _mapped(source, file)
+        for file, nbytes in sizes.items()
+    }
     pieces = [
-        Piece(strip, buffers[part.file][strip.at : strip.at + strip.nbytes])
+        Piece(strip, memory[part.file][strip.at : strip.at + strip.nbytes])
         for part in share.shares
         if part.file in read
         for whole in part.strips
@@ -68,11 +70,10 @@ def read_shares(
     ]
     staging = Staging(device, 2 * jobs) if device.type != "cpu" else None
     fill(source, pieces, staging, jobs, progress)
+    begins = [part.at if part.file in read else part.strips[0].begin for part in share.shares]
     return [
-        buffers[part.file][part.at : part.at + part.nbytes]
-        if part.file in read
-        else maps[part.file][part.strips[0].begin : part.strips[0].begin + part.nbytes]
-        for part in share.shares
+        memory[part.file][begin : begin + part.nbytes]
+        for part, begin in zip(share.shares, begins, strict=True)
     ]
 
 
@@ -132,7 +133,7 @@ def fill(
         descriptors = {file: stack.enter_context(source.opened(file)) for file in wanted}
         for file, descriptor in descriptors.items():
             # Between the parts that are wanted of a file, the system must not read ahead.
-            in_part = wanted[file] < source.stamp(file).size * _WHOLE
+            in_part = wanted[file] < source.stamp(file).size * _READ_WHOLE
             if in_part and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -158,33 +159,32 @@ def _read(source: LocalSource, strip: Strip, descriptor: int, into: Tensor, scra
         return
     if not hasattr(scratch, "buffer"):
         scratch.buffer = torch.empty(PIECE, dtype=torch.uint8)
-    raw = scratch.buffer[: (strip.pieces - 1) * strip.stride + strip.piece_bytes]
+    raw = scratch.buffer[: (strip.rows - 1) * strip.stride + strip.row_bytes]
     source.read_into(_memory(raw), descriptor, strip.file, strip.begin)
     # Wider elements are copied faster than bytes.
-    item = gcd(8, strip.piece_bytes, strip.stride, strip.at)
+    item = gcd(8, strip.row_bytes, strip.stride, strip.at)
     wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[item]
-    shape = strip.pieces, strip.piece_bytes // item
+    shape = strip.rows, strip.row_bytes // item
     pieces = raw.view(wide).as_strided(shape, (strip.stride // item, 1))
     into.view(wide).view(shape).copy_(pieces)
 
 
 def _pieces(strip: Strip) -> Iterator[Strip]:
     """The strip in pieces that can be read at a time."""
-    file, begin, pieces, piece_bytes, stride, at = strip
+    file, begin, rows, row_bytes, stride, at = strip
     if strip.is_range:
         for done in range(0, strip.nbytes, PIECE):
             part = min(PIECE, strip.nbytes - done)
             yield Strip(file, begin + done, 1, part, part, at + done)
-    elif stride - piece_bytes >= _WORTH_SKIPPING or stride > PIECE:
-        for n in range(pieces):
-            yield from _pieces(
-                Strip(file, begin + n * stride, 1, piece_bytes, piece_bytes, at + n * piece_bytes)
-            )
+    elif stride - row_bytes >= _SKIPPED_GAP or stride > PIECE:
+        for n in range(rows):
+            row = Strip(file, begin + n * stride, 1, row_bytes, row_bytes, at + n * row_bytes)
+            yield from _pieces(row)
     else:
         step = PIECE // stride
-        for n in range(0, pieces, step):
-            count = min(step, pieces - n)
-            yield Strip(file, begin + n * stride, count, piece_bytes, stride, at + n * piece_bytes)
+        for n in range(0, rows, step):
+            count = min(step, rows - n)
+            yield Strip(file, begin + n * stride, count, row_bytes, stride, at + n * row_bytes)
 
 
 def _can_be_mapped(share: Share) -> bool:

@@ -34,25 +34,33 @@ _SHARED = ".mlp.shared_expert."
 
 
 class Strip(NamedTuple):
-    """Equally long pieces of a file, `stride` bytes apart; they come to lie side by side, from `at`.
+    """`rows` pieces of a file of `row_bytes` each, `stride` bytes from one to the next.
 
-    One piece (or pieces without gaps) is a plain range of bytes.
+    In memory they lie side by side, from `at` on. One row, or rows without gaps, are a plain range.
     """
 
     file: str
     begin: int
-    pieces: int
-    piece_bytes: int
+    rows: int
+    row_bytes: int
     stride: int
     at: int
 
     @property
     def nbytes(self) -> int:
-        return self.pieces * self.piece_bytes
+        return self.rows * self.row_bytes
 
     @property
     def is_range(self) -> bool:
-        return self.pieces == 1 or self.piece_bytes == self.stride
+        return self.rows == 1 or self.row_bytes == self.stride
+
+    def continues(self, other: Strip) -> bool:
+        """Whether it goes on, in file and memory, where `other` ends, with rows like those."""
+        return (
+            (self.file, self.row_bytes, self.stride) == (other.file, other.row_bytes, other.stride)
+            and self.begin == other.begin + other.rows * other.stride
+            and self.at == other.at + other.nbytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +83,14 @@ class Share:
         return sum(strip.nbytes for strip in self.strips)
 
 
-class Part(NamedTuple):
-    """The place of a rank in a group of ranks."""
+class Rank(NamedTuple):
+    """A rank's number in its group, and the size of the group."""
 
     rank: int
     size: int
 
-    def of(self, count: int) -> range:
-        """Its part of `count` things: the same for all ranks, or one more for some."""
+    def part_of(self, count: int) -> range:
+        """Its part of `count` things: as many for all ranks, or one more for some."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
@@ -106,18 +114,18 @@ class StageShare:
         """How large the buffer of each file has to be."""
         return {share.file: share.at + share.nbytes for share in self.shares}
 
-    def of_module(self, module: str) -> dict[Key, list[Share]]:
-        """The shares of an experts module, by what they are there."""
-        found: dict[Key, list[Share]] = {}
+    def of_modules(self) -> dict[str, dict[Key, list[Share]]]:
+        """The shares of every experts module, by what they are there."""
+        found: dict[str, dict[Key, list[Share]]] = {}
         for share in self.shares:
-            named = module_of(share.names[0])
-            if named is not None and named[0] == module:
-                found.setdefault(named[1], []).append(share)
+            if named := module_of(share.names[0]):
+                module, key = named
+                found.setdefault(module, {}).setdefault(key, []).append(share)
         return found
 
 
 def plan_share(
-    components: Iterable[Sequence[TensorInfo]], ep: Part, tp: Part, config: MoeConfig | None
+    components: Iterable[Sequence[TensorInfo]], ep: Rank, tp: Rank, config: MoeConfig | None
 ) -> StageShare:
     """What the rank `ep`, `tp` holds of these components (each with all of its tensors).
 
@@ -125,30 +133,34 @@ def plan_share(
     divided, `WeightsError` where tensor parallelism meets weights that it cannot divide.
     """
     shares: list[Share] = []
-    modules: dict[str, ExpertModule] = {}
+    all_modules: dict[str, ExpertModule] = {}
     filled: dict[str, int] = {}
     for tensors in components:
         groups = canonical_order(tensors)
-        modules |= _modules(groups, ep)
-        cut_axis = _cut_axes(groups, modules, config) if tp.size > 1 and config else {}
+        modules = _modules(groups, ep)
+        all_modules |= modules
+        cuts: Mapping[str, _Cut] = {}
+        if tp.size > 1:
+            assert config is not None
+            cuts = _cuts(groups, modules, config)
         for group in groups:
             takes = [
-                take
+                _tp_take(take, cut, tp) if (cut := cuts.get(take.name)) else take
                 for tensor in group
-                if (take := _take(tensor, modules, cut_axis.get(tensor.name), tp)) is not None
+                if (take := _ep_take(tensor, modules)) is not None
             ]
             if not takes:  # of experts that other ranks hold
                 continue
-            file = takes[0].strip.file
+            file = takes[0].file
             at = -(-filled.get(file, 0) // ALIGNMENT) * ALIGNMENT
-            strips = tuple(_side_by_side((take.strip for take in takes), at))
+            strips = tuple(_side_by_side(takes, at))
             filled[file] = at + sum(strip.nbytes for strip in strips)
             names = tuple(take.name for take in takes)
             shares.append(Share(names, group[0].dtype, takes[0].shape, file, at, strips))
-    return StageShare(tuple(shares), modules)
+    return StageShare(tuple(shares), all_modules)
 
 
-def _modules(groups: Sequence[Group], ep: Part) -> dict[str, ExpertModule]:
+def _modules(groups: Sequence[Group], ep: Rank) -> dict[str, ExpertModule]:
     """The experts modules among the groups."""
     found: dict[str, dict[Key, list[Group]]] = {}
     for group in groups:
@@ -160,10 +172,38 @@ def _modules(groups: Sequence[Group], ep: Part) -> dict[str, ExpertModule]:
         if count < ep.size > 1:
             raise UsageError(
                 f"{quoted(module)}: {counted(count, 'expert')} cannot be divided among {ep.size} "
-                "ranks"
+                "ranks",
+                hint="there can be as many ranks as experts, or fewer",
             )
-        modules[module] = ExpertModule(parts, count, ep.of(count))
+        modules[module] = ExpertModule(parts, count, ep.part_of(count))
     return modules
+
+
+class _Take(NamedTuple):
+    """What is taken of one tensor: `rows` of `row_bytes`, `stride` bytes apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    rows: int
+    row_bytes: int
+    stride: int
+
+
+def _ep_take(tensor: TensorInfo, modules: Mapping[str, ExpertModule]) -> _Take | None:
+    """The tensor, or the range of experts in it that is here; None for one of another expert."""
+    begin, nbytes, shape = tensor.begin, tensor.nbytes, tensor.shape
+    if named := module_of(tensor.name):
+        module = modules[named[0]]
+        one = parse_expert(tensor.name)
+        if one is not None and one.expert not in module.here:
+            return None
+        if one is None and module.num_experts and shape[:1] == (module.num_experts,):
+            per_expert = nbytes // module.num_experts
+            begin, nbytes = begin + module.here.start * per_expert, len(module.here) * per_expert
+            shape = (len(module.here), *shape[1:])
+    return _Take(tensor.name, shape, tensor.file, begin, 1, nbytes, nbytes)
 
 
 class _Cut(NamedTuple):
@@ -177,7 +217,18 @@ class _Cut(NamedTuple):
     multiple_of: int
 
 
-def _cut_axes(
+_AXES = {
+    (FUSED, "gate_up"): (1, 2),
+    (FUSED, "down"): (2, 1),
+    (TRANSPOSED, "gate_up"): (2, 2),
+    (TRANSPOSED, "down"): (1, 1),
+    (PER_EXPERT, "gate_up"): (0, 1),
+    (PER_EXPERT, "down"): (1, 1),
+}
+"""Where the expert size I is: the axis of a tensor, and 2 halves if gate and up share that axis."""
+
+
+def _cuts(
     groups: Sequence[Group], modules: Mapping[str, ExpertModule], config: MoeConfig
 ) -> dict[str, _Cut]:
     """The cuts of all tensors of experts and shared experts."""
@@ -199,76 +250,51 @@ def _cut_axes(
             axis, halves = (1 if ".down_proj." in tensor.name else 0), 1
         else:
             continue
-        block = config.block if tensor.dtype == FP8 and config.block else (1, 1)
-        cuts[tensor.name] = _Cut(axis, halves, block[axis == len(tensor.shape) - 1])
+        multiple_of = 1
+        if tensor.dtype == FP8 and config.block:
+            block_rows, block_columns = config.block
+            divides_columns = axis == len(tensor.shape) - 1
+            multiple_of = block_columns if divides_columns else block_rows
+        cuts[tensor.name] = _Cut(axis, halves, multiple_of)
     return cuts
 
 
-_AXES = {
-    (FUSED, "gate_up"): (1, 2),
-    (FUSED, "down"): (2, 1),
-    (TRANSPOSED, "gate_up"): (2, 2),
-    (TRANSPOSED, "down"): (1, 1),
-    (PER_EXPERT, "gate_up"): (0, 1),
-    (PER_EXPERT, "down"): (1, 1),
-}
-"""Where the intermediate size is: the axis of a tensor, and whether gate and up share it."""
-
-
-class _Take(NamedTuple):
-    """What is taken of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    strip: Strip
-
-
-def _take(
-    tensor: TensorInfo, modules: Mapping[str, ExpertModule], cut: _Cut | None, tp: Part
-) -> _Take | None:
-    """What the rank holds of a tensor; None for one of an expert that it does not hold."""
-    begin, nbytes, shape = tensor.begin, tensor.nbytes, tensor.shape
-    if named := module_of(tensor.name):
-        module = modules[named[0]]
-        one = parse_expert(tensor.name)
-        if one is not None and one.expert not in module.here:
-            return None
-        if one is None and module.num_experts and shape[:1] == (module.num_experts,):
-            per_expert = nbytes // module.num_experts
-            begin, nbytes = begin + module.here.start * per_expert, len(module.here) * per_expert
-            shape = (len(module.here), *shape[1:])
-    if cut is None or nbytes == 0:
-        return _Take(tensor.name, shape, Strip(tensor.file, begin, 1, nbytes, nbytes, 0))
-    width = shape[cut.axis] // cut.halves
-    part = tp.of(width)
+def _tp_take(whole: _Take, cut: _Cut, tp: Rank) -> _Take:
+    """The rank's part of an axis, of what is taken as one row so far."""
+    width = whole.shape[cut.axis] // cut.halves
+    part = tp.part_of(width)
     if width % tp.size or len(part) % cut.multiple_of:
         blocks = f" in multiples of {cut.multiple_of}" if cut.multiple_of > 1 else ""
+        sizes = [n for n in range(1, width + 1) if width % (n * cut.multiple_of) == 0]
         raise UsageError(
-            f"{quoted(tensor.name)}: its {width} rows or columns cannot be divided among {tp.size} "
+            f"{quoted(whole.name)}: its {width} rows or columns cannot be divided among {tp.size} "
             f"ranks{blocks}",
-            hint="choose another size of tp, or divide the experts instead: ep",
+            hint=f"sizes of tp that would do: {', '.join(map(str, sizes[:16])) or 1}; or use ep",
         )
-    pieces = prod(shape[: cut.axis]) * cut.halves
-    stride = nbytes // pieces
+    if whole.row_bytes == 0:
+        return whole
+    rows = prod(whole.shape[: cut.axis]) * cut.halves
+    stride = whole.row_bytes // rows
     step = stride // width
-    strip = Strip(tensor.file, begin + part.start * step, pieces, len(part) * step, stride, 0)
-    shape = (*shape[: cut.axis], cut.halves * len(part), *shape[cut.axis + 1 :])
-    return _Take(tensor.name, shape, strip)
+    return whole._replace(
+        shape=(*whole.shape[: cut.axis], cut.halves * len(part), *whole.shape[cut.axis + 1 :]),
+        begin=whole.begin + part.start * step,
+        rows=rows,
+        row_bytes=len(part) * step,
+        stride=stride,
+    )
 
 
-def _side_by_side(strips: Iterable[Strip], at: int) -> Iterator[Strip]:
-    """Strips that fill a buffer from `at` on, as few as possible: a run is one, not hundreds."""
+def _side_by_side(takes: Iterable[_Take], at: int) -> Iterator[Strip]:
+    """What fills a buffer from `at` on, in as few strips as can be: a run is one, not hundreds."""
     last: Strip | None = None
-    for strip in strips:
-        strip = strip._replace(at=at)
+    for take in takes:
+        strip = Strip(take.file, take.begin, take.rows, take.row_bytes, take.stride, at)
         at += strip.nbytes
+        if last is not None and strip.continues(last):
+            last = last._replace(rows=last.rows + strip.rows)
+            continue
         if last is not None:
-            follows = strip._replace(pieces=0, at=0) == last._replace(
-                begin=last.begin + last.pieces * last.stride, pieces=0, at=0
-            )
-            if follows:
-                last = last._replace(pieces=last.pieces + strip.pieces)
-                continue
             yield last
         last = strip
     if last is not None:

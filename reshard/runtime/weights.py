@@ -14,7 +14,7 @@ from reshard.errors import LayerNotHereError
 from reshard.manifest import Manifest
 from reshard.runtime.config import MoeConfig
 from reshard.runtime.experts import ExpertWeights
-from reshard.runtime.share import Part
+from reshard.runtime.share import Rank
 from reshard.units import span
 
 
@@ -80,13 +80,13 @@ class StageWeights:
     experts: layer -> `ExpertWeights`, for the sparse layers of the stage.
     """
 
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     stage: int
     config: Mapping[str, Any] = field(repr=False)
     model: ModelConfig = field(repr=False)
     device: torch.device
-    ep: Part
-    tp: Part
+    ep: Rank
+    tp: Rank
     tensors: Mapping[str, Tensor] = field(repr=False)
     experts: Experts = field(repr=False)
 

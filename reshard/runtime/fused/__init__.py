@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ from reshard.errors import UsageError, WeightsError, quoted
 from reshard.runtime.experts import ExpertWeights
 from reshard.runtime.fused.grouped import grouped_experts, grouped_refusal
 from reshard.runtime.fused.reference import reference_experts
+
+_log = logging.getLogger("reshard")
 
 Backend = Literal["auto", "reference", "grouped", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "grouped", "triton")
@@ -35,7 +38,7 @@ def fused_experts(
     Experts that are not here, under expert parallelism or for an id of no expert (-1), add nothing;
     the sum over all ranks is the whole. So it is with the parts of tensor parallelism.
 
-    backend: `triton` (own kernels, CUDA), `grouped` (torch's grouped matrix product), `reference` (one
+    backend: `triton` (reshard's kernels, CUDA), `grouped` (torch's grouped matrix product), `reference` (one
     expert after the other, in float32 or float64). `auto` takes the first of these that can run
     here. On CUDA, `triton` never waits for the device, so a CUDA graph can capture it, and gives equal
     bits for equal inputs. FP8 weights: `triton` rounds what they are multiplied with to FP8, too, in
@@ -62,13 +65,18 @@ def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> 
 
     Raises `WeightsError` where the one that was asked for cannot.
     """
-    if backend not in BACKENDS:
-        raise UsageError(f"backend {quoted(repr(backend))} is none of {', '.join(BACKENDS)}")
+    require_backend(backend)
     if backend == "auto":
         # Kernels on the CPU are for tests: they would be interpreted.
-        if hidden.device.type == "cuda" and triton_refusal(hidden, experts) is None:
+        cuda = hidden.device.type == "cuda"
+        without_triton = triton_refusal(hidden, experts) if cuda else "the kernels need CUDA"
+        if without_triton is None:
             return "triton"
-        return "grouped" if grouped_refusal(hidden, experts) is None else "reference"
+        without_grouped = grouped_refusal(hidden, experts)
+        if without_grouped is None:
+            return "grouped"
+        _say_once(f"experts run one after the other: {without_triton}; {without_grouped}")
+        return "reference"
     refusal = None
     if backend != "reference":
         refuse = triton_refusal if backend == "triton" else grouped_refusal
@@ -81,12 +89,25 @@ def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> 
     return backend
 
 
+def require_backend(backend: str) -> None:
+    """Raise `UsageError` unless there is such a backend."""
+    if backend not in BACKENDS:
+        raise UsageError(f"backend {quoted(repr(backend))} is none of {', '.join(BACKENDS)}")
+
+
+@cache
+def _say_once(message: str) -> None:
+    _log.warning("%s", message)
+
+
 def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
-    """Why the own kernels cannot run; None if they can."""
+    """Why reshard's kernels cannot run; None if they can."""
     if not _triton_is_installed():
         return "triton is not installed (pip install 'reshard[cuda]')"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernels do not take {hidden.dtype}"
+    if experts.block is not None and experts.block[1] not in (16, 32, 64, 128, 256):
+        return f"FP8 scales for {experts.block[1]} columns each are not for these kernels"
     if experts.block is None and hidden.dtype != experts.w13.dtype:
         return f"hidden states are {hidden.dtype}, weights {experts.w13.dtype}"
     if hidden.device.type == "cuda":
@@ -106,35 +127,29 @@ def _triton_is_installed() -> bool:
 
 def _check(hidden: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tensor) -> None:
     """Raise `UsageError` unless the tensors fit together."""
-
-    def check(ok: bool, message: str) -> None:
-        if not ok:
-            raise UsageError(message)
-
     size = experts.hidden_size
-    check(
-        hidden.dim() == 2 and hidden.shape[1] == size,
-        f"hidden states are {tuple(hidden.shape)}, the experts take [tokens, {size}]",
-    )
-    check(
-        hidden.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        f"hidden states are {hidden.dtype}, which is none of bfloat16, float16, float32 and float64",
-    )
-    check(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == hidden.shape[0] and topk_ids.shape[1] > 0,
-        f"topk_ids are {tuple(topk_ids.shape)} for {hidden.shape[0]} tokens",
-    )
-    check(
-        topk_ids.shape == topk_weights.shape,
-        f"topk_ids are {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)}",
-    )
-    check(
-        topk_ids.dtype in (torch.int32, torch.int64) and topk_weights.dtype.is_floating_point,
-        f"topk_ids are {topk_ids.dtype} and topk_weights {topk_weights.dtype}; they must be int32 or "
-        "int64, and floating-point",
-    )
+    if hidden.dim() != 2 or hidden.shape[1] != size:
+        raise UsageError(
+            f"hidden states are {tuple(hidden.shape)}, the experts take [tokens, {size}]"
+        )
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise UsageError(
+            f"hidden states are {hidden.dtype}, which is none of bfloat16, float16, float32 and "
+            "float64"
+        )
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden.shape[0] or topk_ids.shape[1] == 0:
+        raise UsageError(f"topk_ids are {tuple(topk_ids.shape)} for {hidden.shape[0]} tokens")
+    if topk_ids.shape != topk_weights.shape:
+        raise UsageError(
+            f"topk_ids are {tuple(topk_ids.shape)}, topk_weights {tuple(topk_weights.shape)}"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64) or not topk_weights.is_floating_point():
+        raise UsageError(
+            f"topk_ids are {topk_ids.dtype} and topk_weights {topk_weights.dtype}; they must be int32 "
+            "or int64, and floating-point"
+        )
     devices = {t.device for t in (hidden, experts.w13, experts.w2, topk_ids, topk_weights)}
-    check(
-        len(devices) == 1,
-        f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}",
-    )
+    if len(devices) > 1:
+        raise UsageError(
+            f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}"
+        )

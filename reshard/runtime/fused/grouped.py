@@ -14,7 +14,7 @@ def grouped_experts(
 ) -> Tensor:
     """See `fused_experts`. Products are rounded to the dtype of `hidden`; sums are in float32."""
     tokens, top_k = topk_ids.shape
-    count = experts.w2.shape[0]
+    count = experts.num_local_experts
     local = (topk_ids.flatten() - experts.first_expert).long()
     absent = (local < 0) | (local >= count)
     local = local.masked_fill(absent, count)  # sorted behind all that are here

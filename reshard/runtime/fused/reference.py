@@ -14,14 +14,14 @@ def reference_experts(
 ) -> Tensor:
     """See `fused_experts`. Computes in float64 for hidden states in float64, else in float32.
 
-    Nothing is rounded but the result, so this is what the others approximate. One expert's weights
-    at a time are converted, and FP8 ones multiplied by their scales.
+    What lies between is not rounded to the dtype of `hidden`, so this is what the others approximate.
+    Weights are converted, and FP8 ones dequantised, one expert at a time.
     """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     x, weights = hidden.to(dtype), topk_weights.to(dtype)
     out = torch.zeros_like(x)
     local = topk_ids - experts.first_expert
-    for expert in range(experts.w2.shape[0]):
+    for expert in range(experts.num_local_experts):
         tokens, slots = torch.where(local == expert)
         if tokens.numel() == 0:
             continue
@@ -41,13 +41,13 @@ def expert_matrices(
         return w13, w2
     inner = experts.intermediate_size
     halves = [
-        in_blocks(w13[half * inner : (half + 1) * inner], scale, experts.block)
+        dequantised(w13[half * inner : (half + 1) * inner], scale, experts.block)
         for half, scale in enumerate(experts.w13_scale[expert])
     ]
-    return torch.cat(halves), in_blocks(w2, experts.w2_scale[expert], experts.block)
+    return torch.cat(halves), dequantised(w2, experts.w2_scale[expert], experts.block)
 
 
-def in_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Each block of a matrix times its scale; the last one of a row or column may be smaller."""
     scale = scale.to(weight.dtype)
     for axis in (0, 1):

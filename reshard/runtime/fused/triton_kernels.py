@@ -82,7 +82,7 @@ def place_slots(
     block_end,
     num_slots,
     num_chunks,
-    num_blocks,
+    max_blocks,
     first_expert,
     num_experts,
     BLOCK_M: tl.constexpr,
@@ -115,20 +115,20 @@ def place_slots(
     origin = ends - total - (block_ends - blocks) * BLOCK_M
     begin = tl.gather(origin, expert, 0) + block * BLOCK_M
     end = tl.minimum(begin + BLOCK_M, tl.gather(ends, expert, 0))
-    inside = block < num_blocks
+    inside = block < max_blocks
     tl.store(block_expert + block, expert, mask=inside)
     tl.store(block_begin + block, tl.where(used, begin, 0), mask=inside)
     tl.store(block_end + block, tl.where(used, end, 0), mask=inside)
 
 
 @triton.jit
-def _tile(columns, num_blocks, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def _tile(columns, max_blocks, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """The block and the columns of this program: GROUP_M blocks in turn share a tile of weights."""
     program = tl.program_id(0)
     across = tl.cdiv(columns, BLOCK_N)
     group = program // (GROUP_M * across)
     first = group * GROUP_M
-    height = tl.minimum(num_blocks - first, GROUP_M)
+    height = tl.minimum(max_blocks - first, GROUP_M)
     within = program % (GROUP_M * across)
     return first + within % height, within // height
 
@@ -158,6 +158,19 @@ def _block(
 
 
 @triton.jit
+def _rows(begin, end, sorted_slots, BLOCK_M: tl.constexpr, SORTED: tl.constexpr):
+    """The rows of a block, their slots, and which of them there are; others repeat the first."""
+    rows = begin + tl.arange(0, BLOCK_M)
+    here = rows < end
+    rows = tl.where(here, rows, begin)
+    if SORTED:
+        slots = tl.load(sorted_slots + rows)
+    else:
+        slots = rows
+    return rows.to(tl.int64), slots.to(tl.int64), here
+
+
+@triton.jit
 def _to_fp8(a):
     """Rows of one group each as FP8 (e4m3), and what they have to be multiplied with."""
     a = a.to(tl.float32)
@@ -177,7 +190,7 @@ def gate_up(
     block_expert,
     block_begin,
     block_end,
-    num_blocks,
+    max_blocks,
     first_expert,
     num_experts,
     top_k,
@@ -205,24 +218,18 @@ def gate_up(
     Both products share the tile of x. Sums and the activation are in float32, rounded once. With
     FP8, BLOCK_K is the number of columns that share a scale.
     """
-    block, tile_n = _tile(inner_size, num_blocks, BLOCK_N, GROUP_M)
+    block, tile_n = _tile(inner_size, max_blocks, BLOCK_N, GROUP_M)
     expert, begin, end = _block(
         block, topk_ids, block_expert, block_begin, block_end, first_expert, num_experts, SORTED
     )
     if begin >= end:
         return
-    rows = begin + tl.arange(0, BLOCK_M)
-    here = rows < end
-    # Rows beyond the end compute with token 0, and are not stored.
-    slots = tl.where(here, rows, 0)
-    if SORTED:
-        slots = tl.load(sorted_slots + slots)
-    tokens = (slots // top_k).to(tl.int64)
+    rows, slots, here = _rows(begin, end, sorted_slots, BLOCK_M, SORTED)
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n = columns if EVEN_N else columns % inner_size
     k = tl.arange(0, BLOCK_K)
-    a_at = x + tokens[:, None] * hidden_size + k[None, :]
+    a_at = x + (slots // top_k)[:, None] * hidden_size + k[None, :]
     # Within an expert, offsets fit 32 bits; over all experts they do not.
     gate_at = w13 + expert * stride_e + n[None, :] * stride_n + k[:, None] * stride_k
     up_at = gate_at + inner_size * stride_n
@@ -259,7 +266,7 @@ def gate_up(
         up_at += BLOCK_K * stride_k
 
     y = gate / (1.0 + tl.exp(-gate)) * up
-    out_at = inner + rows.to(tl.int64)[:, None] * inner_size + columns[None, :]
+    out_at = inner + rows[:, None] * inner_size + columns[None, :]
     tl.store(
         out_at, y.to(inner.dtype.element_ty), mask=here[:, None] & (columns < inner_size)[None, :]
     )
@@ -277,7 +284,7 @@ def down(
     block_expert,
     block_begin,
     block_end,
-    num_blocks,
+    max_blocks,
     first_expert,
     num_experts,
     hidden_size,  # H
@@ -299,23 +306,18 @@ def down(
     GROUP_M: tl.constexpr,
 ):
     """weight * (inner w2^T) for a block of slots and BLOCK_N of the H columns, rounded once."""
-    block, tile_n = _tile(hidden_size, num_blocks, BLOCK_N, GROUP_M)
+    block, tile_n = _tile(hidden_size, max_blocks, BLOCK_N, GROUP_M)
     expert, begin, end = _block(
         block, topk_ids, block_expert, block_begin, block_end, first_expert, num_experts, SORTED
     )
     if begin >= end:
         return
-    rows = begin + tl.arange(0, BLOCK_M)
-    here = rows < end
-    safe_rows = tl.where(here, rows, begin)
-    slots = safe_rows
-    if SORTED:
-        slots = tl.load(sorted_slots + safe_rows)
+    rows, slots, here = _rows(begin, end, sorted_slots, BLOCK_M, SORTED)
 
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n = columns if EVEN_N else columns % hidden_size
     k = tl.arange(0, BLOCK_K)
-    a_at = inner + safe_rows.to(tl.int64)[:, None] * inner_size + k[None, :]
+    a_at = inner + rows[:, None] * inner_size + k[None, :]
     w_at = w2 + expert * stride_e + n[None, :] * stride_n + k[:, None] * stride_k
     if FP8:
         scale_at = scale + expert * scale_stride_e + n // SCALE_ROWS * scale_stride_n
@@ -340,7 +342,7 @@ def down(
         w_at += BLOCK_K * stride_k
 
     y *= tl.load(topk_weights + slots)[:, None]
-    out_at = parts + slots.to(tl.int64)[:, None] * hidden_size + columns[None, :]
+    out_at = parts + slots[:, None] * hidden_size + columns[None, :]
     tl.store(
         out_at, y.to(parts.dtype.element_ty), mask=here[:, None] & (columns < hidden_size)[None, :]
     )
