@@ -2,7 +2,7 @@
 
     python examples/forward_stage.py OUT/stage-01-of-02 --tokens 16
 
-This is what a serving process does between the attention of one layer and the next.
+It is no model: attention is left out, and a plain norm stands between the blocks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ given = parser.parse_args()
 try:
     stage = load_stage(given.stage_dir)  # on CUDA, or on the CPU where there is none
     blocks = {layer: MoeBlock(stage, layer) for layer in stage.experts}
+    size = stage.moe_config.hidden_size
 except ReshardError as error:
     parser.exit(1, f"error: {error}\n")
 
 torch.manual_seed(0)
-size, dtype = stage.moe_config.hidden_size, next(iter(blocks.values())).router.dtype
-hidden = torch.randn(given.tokens, size, device=stage.device).to(dtype)
+hidden = torch.randn(given.tokens, size, device=stage.device).to(torch.bfloat16)
 for layer, block in blocks.items():
-    out = block(hidden)
+    with torch.inference_mode():
+        out = block(hidden)
     print(
         f"layer {layer}: {tuple(out.shape)} {out.dtype}, rms {out.float().square().mean().sqrt():.4f}"
     )
