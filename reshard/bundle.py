@@ -80,7 +80,10 @@ class BundleSet:
     @classmethod
     def from_source(cls, source: Source) -> BundleSet:
         """Read the manifest at the top level of a source that has one."""
-        raw = read_json(source, MANIFEST_NAME, BundleError)
+        try:
+            raw = read_json(source, MANIFEST_NAME, BundleError)
+        except CheckpointError as error:  # it is no regular file, or a broken link
+            raise BundleError(error.message, hint=_WHAT_TO_GIVE) from None
         return cls(source, Manifest.parse(raw, MANIFEST_NAME))
 
     @property

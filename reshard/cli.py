@@ -434,7 +434,7 @@ def forward(
         ),
     ] = "auto",
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=1, help="Tokens at a time.")
+        int, typer.Option("--tokens", metavar="N", min=1, max=1 << 24, help="Tokens at a time.")
     ] = 64,
     layer: Annotated[
         list[int] | None,
@@ -623,7 +623,8 @@ def main() -> None:
     its_waits.addFilter(lambda record: record.getMessage().startswith(("Rate limit", "Retrying")))
     # Planning makes some hundred thousand long-lived objects and no cycles worth looking for.
     gc.disable()
-    _on_signal(signal.SIGINT, _end_at_once)  # until there is anything to tidy up
+    for number in _SIGNALS:
+        _on_signal(number, _end_at_once)  # until there is anything to tidy up
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

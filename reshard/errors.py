@@ -62,6 +62,7 @@ class BundleError(ReshardError):
 class LayerNotHereError(ReshardError, KeyError):
     """The layer belongs to another stage, or is dense where experts were asked for."""
 
+    exit_code = 2
     __str__ = ReshardError.__str__  # a KeyError shows its argument quoted
 
 

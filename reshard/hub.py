@@ -53,6 +53,7 @@ from reshard.errors import (
     HubNotFoundError,
     HubReplyError,
     HubUnreachableError,
+    StorageError,
     UsageError,
     listed,
     printable,
@@ -251,7 +252,13 @@ def cached_snapshot(reference: HubReference) -> tuple[Path, bool] | None:
 def assets_directory(repo: str, commit: str) -> Path:
     """Where what is made of a repository at a commit is kept, beside the cache (HF_ASSETS_CACHE)."""
     with storage_errors(constants.HF_ASSETS_CACHE):
-        return cached_assets_path("reshard", namespace=repo, subfolder=commit)
+        try:
+            return cached_assets_path("reshard", namespace=repo, subfolder=commit)
+        except ValueError as error:  # a file stands where a directory should be
+            raise StorageError(
+                f"{quoted(constants.HF_ASSETS_CACHE)}: {quoted(str(error))}",
+                hint="correct HF_ASSETS_CACHE or HF_HOME, or remove what is in the way",
+            ) from None
 
 
 def look_before_push(reference: HubReference) -> Repository | None:

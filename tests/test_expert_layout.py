@@ -212,6 +212,22 @@ def test_a_projection_is_missing() -> None:
     refused("qwen3_moe", downs, "there is no gate_up_proj beside the other")
 
 
+@pytest.mark.parametrize("dtype", ["I64", "U8", "F8_E8M0", "C64"])
+def test_scales_that_are_no_numbers_of_ours(dtype: str) -> None:
+    odd: Tensors = {
+        name: (dtype, shape)
+        for name, (_, shape) in separate((2, 4), (2, 3), suffix="weight_scale_inv").items()
+    }
+    weights = separate(dtype="F8_E4M3")
+    refused("qwen3_moe", weights | odd, f"weight_scale_inv {dtype}", quantization=BLOCKS)
+
+
+def test_fused_tensors_beside_separate_ones() -> None:
+    """A name like this one is a fused tensor, whatever its suffix looks like."""
+    odd: Tensors = {"down_projweight": ("BF16", (4, 32, 24))}
+    refused("qwen3_moe", separate() | odd, "its experts are stored as")
+
+
 def test_tensors_beside_the_weights() -> None:
     """Whatever it is, the forward would leave it out."""
     bias: Tensors = {"gate_up_proj_bias": ("BF16", (4, 48))}

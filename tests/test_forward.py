@@ -87,7 +87,8 @@ def test_a_wrong_layer_fails(
 
 def test_what_cannot_be_run_is_refused(cli: Cli, out: Path, tmp_path: Path) -> None:
     stage = out / "stage-01-of-02"
-    refused(cli("forward", stage, "--layer", 2), "layer 2 belongs to stage 0 of 2")
+    result = cli("forward", stage, "--layer", 2)
+    assert result.code == 2 and "layer 2 belongs to stage 0 of 2" in result.err
     refused(cli("forward", tmp_path / "nowhere"), "no such directory")
     for arguments in (("--backend", "fast"), ("--device", "tpu"), ("--tokens", 0)):
         assert cli("forward", stage, *arguments).code == 2
@@ -96,6 +97,18 @@ def test_what_cannot_be_run_is_refused(cli: Cli, out: Path, tmp_path: Path) -> N
     build(tmp_path / "dense", "qwen3_5")
     split(build_plan(open_checkpoint(tmp_path / "dense"), 1), tmp_path / "dense-pp1")
     refused(cli("forward", tmp_path / "dense-pp1" / "stage-00-of-01"), "has no MoE layers")
+
+
+def test_zeros_equal_zeros(cli: Cli, tmp_path: Path) -> None:
+    """A layer whose output is 0 is right if the reference says 0 too."""
+    build(tmp_path / "in", "qwen3_5_moe", layers=1, mtp=None)
+    split(build_plan(open_checkpoint(tmp_path / "in"), 1), tmp_path / "out", checksums=False)
+    stage = tmp_path / "out" / "stage-00-of-01"
+    weights = stage / "model-layer-00000.safetensors"
+    length = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    weights.write_bytes(weights.read_bytes()[:length] + bytes(weights.stat().st_size - length))
+    found = document(cli, stage, "--check", "--tokens", 3)
+    assert found["layers"][0]["error"] == 0.0
 
 
 def test_no_cuda_device_is_an_error_only_if_asked_for(cli: Cli, out: Path) -> None:

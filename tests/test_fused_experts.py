@@ -18,7 +18,8 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from reshard.errors import UsageError, WeightsError
 from reshard.runtime import ExpertWeights, fused_experts
-from reshard.runtime.fused import Backend, choose_backend
+from reshard.runtime import fused as fused_module
+from reshard.runtime.fused import Backend, choose_backend, triton_refusal
 from tests.experts import (
     BF16,
     EXPERTS,
@@ -415,7 +416,6 @@ def test_auto_on_cuda(
         ("grouped", make(BF16, hidden=68), BF16, "rows in multiples of 16 bytes"),
         ("grouped", make(BF16, inner=44, transposed=True), BF16, "rows in multiples of 16 bytes"),
         ("triton", make(BF16), BF16, "the kernels need CUDA"),
-        ("triton", make(F64), F64, "do not take torch.float64"),
     ],
 )
 def test_a_backend_that_cannot_run_says_why(
@@ -425,8 +425,6 @@ def test_a_backend_that_cannot_run_says_why(
     dtype: torch.dtype,
     message: str,
 ) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("reshard.runtime.fused._triton_is_installed", lambda: True)
     ids, weights = routing(2)
     start = f"the {backend} backend cannot run these experts: "
     with pytest.raises(WeightsError, match=f"^{start}.*{message}") as refused:
@@ -434,10 +432,61 @@ def test_a_backend_that_cannot_run_says_why(
     assert refused.value.hint == "choose another backend, or auto"
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.runtime.fused._triton_is_installed", lambda: False)
-    with pytest.raises(WeightsError, match="triton is not installed"):
-        fused_experts(states(2), make(), *routing(2), "triton")
+@pytest.mark.parametrize(
+    ("experts", "dtype", "installed", "message"),
+    [
+        (make(BF16), BF16, False, "triton is not installed"),
+        (make(F64), F64, True, "do not take torch.float64"),
+        (make(BF16), F16, True, "hidden states are torch.float16, weights torch.bfloat16"),
+        (make_fp8((16, 24)), BF16, True, "scales for 24 columns each"),
+        (make_fp8((128, 128)), BF16, True, "compute capability 8.9 is needed"),
+        (make_fp8((128, 128)), F64, True, "do not take torch.float64"),
+        (make(BF16), BF16, True, None),
+    ],
+)
+def test_why_the_kernels_cannot_run_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    experts: ExpertWeights,
+    dtype: torch.dtype,
+    installed: bool,
+    message: str | None,
+) -> None:
+    """On an A100: what it says of itself is all that is asked."""
+    hidden = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=dtype)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("reshard.runtime.fused._triton_is_installed", lambda: installed)
+    refusal = triton_refusal(cast(Tensor, hidden), experts)
+    assert refusal == message if message is None else message in str(refusal)
+
+
+def test_slow_experts_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    experts, hidden, (ids, weights) = make(F64), states(2, F64), routing(2)
+    fused_module._say_once.cache_clear()
+    for _ in range(2):
+        fused_experts(hidden, experts, ids, weights)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "experts run one after the other: the kernels need CUDA; torch's grouped matrix product "
+        "does not take torch.float64"
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "grouped"])
+def test_no_expert_at_all(backend: Backend) -> None:
+    nobody = of_rank(make(), 0, EXPERTS * 2)  # as 0 of 12 ranks has none of 6
+    assert nobody.num_local_experts == 0
+    out = fused_experts(states(3), nobody, *routing(3), backend)
+    assert torch.equal(out, torch.zeros(3, HIDDEN))
+
+
+def test_blocks_that_are_larger_than_the_matrix() -> None:
+    """One scale for all: memory is that of the matrix, whatever config.json says."""
+    huge = make_fp8((128, 128))
+    vast = replace(huge, block=(10**9, 10**9))
+    hidden, (ids, weights) = states(3, F64), routing(3)
+    assert torch.equal(
+        fused_experts(hidden, vast, ids, weights), fused_experts(hidden, huge, ids, weights)
+    )
 
 
 def test_an_unknown_backend() -> None:

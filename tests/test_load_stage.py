@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from reshard.errors import (
     DeviceError,
     LayerNotHereError,
     ReshardError,
+    StorageError,
     UsageError,
     WeightsError,
 )
@@ -254,6 +256,28 @@ def test_other_stages_may_be_gone(own: Path) -> None:
     shutil.rmtree(own / "stage-00-of-02")
     assert load(own, stage=1).layers == range(2, 4)
     refused(BundleError, own, "no such file", stage=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 2**64), (2**63, 0), (2**62, 2, 0), (0, 10**40)])
+def test_empty_tensors_of_absurd_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Beside a 0, a header may say anything, and torch cannot hold that."""
+    stage = make_set(tmp_path, layers=2) / "stage-01-of-02"
+    name = "model.language_model.layers.1.empty"
+    file = layer_file(1)
+    rewrite(stage, {file: {**read_file(stage / file), name: ("BF16", shape, b"")}})
+    refused(WeightsError, stage, name, "shape", "torch cannot hold")
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """Each mapping keeps a descriptor; the error names a file, and the limit to raise."""
+    stage = make_set(tmp_path, layers=40, stages=1) / "stage-00-of-01"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, limits[1]))
+    try:
+        refused(StorageError, stage, ".safetensors: Too many open files")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -793,6 +817,30 @@ def finished(*processes: subprocess.Popen[str]) -> list[Any]:
     ends = [process.communicate(timeout=120) for process in processes]
     assert all(out for out, _ in ends), ends
     return [json.loads(out) for out, _ in ends]
+
+
+def test_a_damaged_cache_says_what_to_remove(hub: HubServer, online: Online, sets: Sets) -> None:
+    """Whatever is there is not loaded; a lock that is something else is not touched."""
+    commit = hub.create("org/set", published(sets()))
+    cache = online.home / "assets" / "reshard" / "org--set" / commit
+    (cache / "stage-01-of-02").mkdir(parents=True)
+    (cache / "stage-01-of-02" / "reshard.json").write_text("{}")
+    ((name, message),) = finished(start(online, "org/set", stage=1))
+    assert name == "BundleError" and "reshard.json" in message
+    shutil.rmtree(cache / "stage-01-of-02")
+    (online.home / "precious").write_text("precious")
+    (cache / "stage-01-of-02.lock").symlink_to(online.home / "precious")
+    ((name, message),) = finished(start(online, "org/set", stage=1))
+    assert name == "OutputError" and "not a plain file" in message
+    assert (online.home / "precious").read_text() == "precious"
+
+
+def test_a_cache_that_cannot_be(hub: HubServer, online: Online, sets: Sets) -> None:
+    hub.create("org/set", published(sets()))
+    online.home.mkdir(exist_ok=True)
+    (online.home / "assets").write_text("a file")
+    ((name, message),) = finished(start(online, "org/set", stage=1))
+    assert name == "StorageError" and "assets" in message
 
 
 def test_a_stage_on_the_hub(hub: HubServer, online: Online, sets: Sets) -> None:

@@ -388,11 +388,31 @@ def test_a_config_that_the_forward_does_not_fit(
         MoeBlock(stage, 1)
 
 
-@pytest.mark.parametrize("value", [20, "40", -1])
+@pytest.mark.parametrize("value", [None, 0, 20, "40", -1, False, [], ""])
 def test_a_shared_expert_of_another_size(tmp_path: Path, value: object) -> None:
     stage = changed(tmp_path, "qwen3_5_moe", False, shared_expert_intermediate_size=value)
     with pytest.raises(WeightsError, match="shared_expert"):
         MoeBlock(stage, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp.gate.bias",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_expert.gate_proj.bias",
+        "mlp.shared_expert_gate.bias",
+        "mlp.other.weight",
+    ],
+)
+def test_tensors_that_the_block_would_leave_out(models: Models, name: str) -> None:
+    stage = models("qwen3_5_moe").stages[0]
+    prefix = "model.language_model.layers.0."
+    more = replace(stage, tensors={**stage.tensors, f"{prefix}{name}": torch.zeros(8)})
+    with pytest.raises(
+        WeightsError, match=f"layer 0 has {name}, which this MoE block does not use"
+    ):
+        MoeBlock(more, 0)
 
 
 def test_norm_topk_prob_is_true_unless_qwen3_leaves_it_out(tmp_path: Path) -> None:
@@ -438,6 +458,35 @@ def test_a_matrix_of_the_wrong_shape_or_dtype(
     MoeBlock(replace(stage, tensors=left), 0)
     with pytest.raises(WeightsError, match=f"^layer 1: .*{message}"):
         MoeBlock(replace(stage, tensors=left), 1)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.ones(6, 2),
+        torch.ones(100, 100),
+        torch.ones(1, 1),
+        torch.ones(3),
+        torch.ones(()),
+        torch.ones(6, 3).to(torch.int32),
+        torch.ones(6, 3).to(torch.complex64),
+    ],
+    ids=lambda scale: f"{tuple(scale.shape)} {scale.dtype}",
+)
+def test_scales_of_a_shared_expert_in_fp8(models: Models, scale: Tensor) -> None:
+    """96 x 40 in blocks of 16: 6 x 3 scales, of a dtype that scales have."""
+    stage = models("qwen3_5_moe", "fp8").stages[0]
+    full = "model.language_model.layers.0.mlp.shared_expert.gate_proj.weight_scale_inv"
+    assert stage.tensors[full].shape == (6, 3)
+    with pytest.raises(WeightsError, match=r"gate_proj.weight is stored as .* scales of"):
+        MoeBlock(replace(stage, tensors={**stage.tensors, full: scale}), 0)
+
+
+def test_scales_beside_weights_that_need_none(models: Models) -> None:
+    stage = models("qwen3_5_moe").stages[0]
+    full = "model.language_model.layers.0.mlp.shared_expert.gate_proj.weight_scale_inv"
+    with pytest.raises(WeightsError, match=r"gate_proj.weight is stored as torch.bfloat16 with"):
+        MoeBlock(replace(stage, tensors={**stage.tensors, full: torch.ones(3, 3)}), 0)
 
 
 @pytest.mark.parametrize(

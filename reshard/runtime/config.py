@@ -59,9 +59,9 @@ class MoeConfig:
             top_k=number("num_experts_per_tok", fields.get("num_experts_per_tok")),
             hidden_size=number("hidden_size", model.hidden_size),
             intermediate_size=number("moe_intermediate_size", model.moe_intermediate_size),
-            shared_intermediate_size=number("shared_expert_intermediate_size", shared)
-            if shared
-            else None,
+            shared_intermediate_size=None
+            if shared is None or (type(shared) is int and shared == 0)
+            else number("shared_expert_intermediate_size", shared),
             block=fp8_block(quantization),
         )
 

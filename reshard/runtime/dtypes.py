@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,9 +26,12 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 def torch_dtype(dtype: str, shape: tuple[int, ...], name: str) -> torch.dtype:
     """The torch dtype of the tensor `name`. Raises `WeightsError` where torch cannot hold it."""
-    halved = dtype == "F4" and shape[-1] % 2 == 1
-    if dtype not in TORCH_DTYPES or halved:
-        what = f"{quoted(dtype)}, shape {[*shape]}" if halved else quoted(dtype)
+    odd = dtype == "F4" and shape[-1] % 2 == 1
+    vast = prod(max(1, size) for size in shape) >= 2**59  # beside a 0, a header may say anything
+    if dtype not in TORCH_DTYPES or odd or vast:
+        what = quoted(dtype)
+        if odd or vast:
+            what += f", shape {quoted(str([*shape]))}"
         raise WeightsError(
             f"tensor {quoted(name)} has dtype {what}, which torch cannot hold",
             hint="the stage can be split, merged and served by engines that know it",

@@ -59,7 +59,10 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
     Raises `WeightsError` where the forward cannot run it: another format than BF16, F16, F32, F64 or
     FP8 in blocks; shapes that contradict config.json, or each other.
     """
-    per_expert = any(parse_expert(g[0].name) for found in groups.values() for g in found)
+    separate = {parse_expert(g[0].name) is not None for found in groups.values() for g in found}
+    if len(separate) > 1:
+        raise _format_error(module, groups, config.model)
+    per_expert = separate == {True}
     weight = "weight" if per_expert else ""
     gate_up, down = groups.get(("gate_up", weight)), groups.get(("down", weight))
     dtypes = {group[0].dtype for found in (gate_up, down) if found for group in found}
@@ -94,6 +97,9 @@ def layout_of(module: str, groups: Mapping[Key, list[Group]], config: MoeConfig)
     else:
         form, note = _orientation(module, shapes, config)
     if scale is not None:
+        scales = groups["gate_up", scale][0], groups["down", scale][0]
+        if not {group[0].dtype for group in scales} <= {*FLOATS}:
+            raise _format_error(module, groups, config.model)
         _check_scales(module, form, shapes, scale, config)
     return ExpertLayout(form, weight, scale, note)
 

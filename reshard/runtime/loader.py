@@ -14,10 +14,18 @@ from torch import Tensor
 from reshard.bundle import BundleSet, stage_directory
 from reshard.checkpoint import model_config, read_config_json
 from reshard.config import ModelConfig
-from reshard.errors import BundleError, DeviceError, UsageError, quoted, storage_errors
+from reshard.errors import (
+    BundleError,
+    DeviceError,
+    OutputError,
+    UsageError,
+    quoted,
+    storage_errors,
+)
 from reshard.header import TensorInfo
 from reshard.hub_source import load_hub
-from reshard.manifest import FileRecord
+from reshard.journal import open_own
+from reshard.manifest import MANIFEST_NAME, FileRecord
 from reshard.names import Component, component_of, parse_expert
 from reshard.progress import Progress, Silent
 from reshard.pull import pull
@@ -190,10 +198,27 @@ def _pull_stage(
     cache: Path = load_hub().assets_directory(origin["repo"], origin["commit"])
     directory = cache / stage_directory(stage, bundle.manifest.pp_size)
     lock = directory.with_suffix(".lock")
-    with storage_errors(lock), open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        pull(bundle, directory, [stage], jobs=jobs, progress=progress)
+    damaged = f"what is cached may be damaged: remove {quoted(str(directory))}, then try again"
+    try:
+        if _holds(directory, stage, bundle):
+            return BundleSet.open(directory)
+    except BundleError as error:
+        raise BundleError(error.message, hint=damaged) from None
+    try:
+        with storage_errors(lock), open_own(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            pull(bundle, directory, [stage], jobs=jobs, progress=progress)
+    except OutputError as error:
+        raise OutputError(error.message, hint=damaged) from None
     return BundleSet.open(directory)
+
+
+def _holds(directory: Path, stage: int, bundle: BundleSet) -> bool:
+    """Whether the stage was pulled to a directory before, whole."""
+    if not (directory / MANIFEST_NAME).exists():
+        return False
+    there = BundleSet.open(directory)
+    return there.manifest.set_id == bundle.manifest.set_id and stage in there.intact_stages()
 
 
 def _check_config(bundle: BundleSet) -> None:

@@ -85,7 +85,9 @@ def forward_document(
     try:
         rates = measure_rates(stage.device, dtype)
         times = measure_layers(stage, layers, tokens=tokens, backend=backend, check=check)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)):
+            raise
         raise DeviceError(
             f"{stage.device} has too little memory left beside the stage to run {tokens} tokens",
             hint="run fewer tokens, or a stage with fewer layers",
@@ -159,7 +161,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 def _error(stage: StageWeights, block: MoeBlock, hidden: Tensor) -> float:
     """Relative L2 distance of the block's output from that of the reference backend."""
     expected = MoeBlock(stage, block.layer, "reference")(hidden).double()
-    return float((block(hidden).double() - expected).norm() / expected.norm())
+    difference = float((block(hidden).double() - expected).norm())
+    return difference / float(expected.norm()) if difference else 0.0
 
 
 _LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3}

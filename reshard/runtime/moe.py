@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reshard.errors import UsageError, WeightsError
+from reshard.errors import UsageError, WeightsError, quoted
 from reshard.runtime.experts import ExpertWeights
 from reshard.runtime.fused import Backend, fused_experts, require_backend
 from reshard.runtime.fused.reference import dequantised
 from reshard.runtime.weights import StageWeights
+from reshard.units import counted
 
 
 def route(hidden: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -73,6 +74,7 @@ class MoeBlock:
                 hint="restore the config.json that came with the checkpoint",
             )
         tensors = stage.layer(layer)
+        _check_names(tensors, layer, shared=config.shared_intermediate_size is not None)
         self.layer = layer
         self.backend = backend
         self.top_k = config.top_k
@@ -124,10 +126,43 @@ def _weight(
             f"layer {layer}: {name}.weight {found}; config.json makes it {shape}",
             hint="the weights and config.json are of different models, or stored in another format",
         )
-    if weight.dtype == torch.float8_e4m3fn and scale is not None and block is not None:
-        return dequantised(weight.float(), scale, block).to(torch.bfloat16)
-    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-        raise WeightsError(
-            f"layer {layer}: {name}.weight is stored as {weight.dtype}, which the forward cannot run"
+    if scale is None and weight.dtype.is_floating_point and weight.dtype.itemsize >= 2:
+        return weight
+    blocks = tuple(-(-size // n) for size, n in zip(shape, block, strict=True)) if block else None
+    fp8 = scale is not None and weight.dtype == torch.float8_e4m3fn
+    if block is None or scale is None or not fp8 or scale.shape != blocks or not _is_scale(scale):
+        stored = (
+            f"{weight.dtype}"
+            if scale is None
+            else (f"{weight.dtype} with {tuple(scale.shape)} scales of {scale.dtype}")
         )
-    return weight
+        raise WeightsError(
+            f"layer {layer}: {name}.weight is stored as {stored}, which the forward cannot run",
+            hint="it takes BF16, F16, F32, F64, and FP8 with scales for the blocks of config.json",
+        )
+    return dequantised(weight.float(), scale, block).to(torch.bfloat16)
+
+
+def _is_scale(scale: Tensor) -> bool:
+    return scale.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check_names(tensors: Mapping[str, Tensor], layer: int, *, shared: bool) -> None:
+    """Raise `WeightsError` for tensors that would change what the block computes, if it used them."""
+    known = {"mlp.gate.weight"}
+    if shared:
+        known.add("mlp.shared_expert_gate.weight")
+        for proj in ("gate", "up", "down"):
+            name = f"mlp.shared_expert.{proj}_proj.weight"
+            known |= {name, f"{name}_scale_inv"}
+    others = sorted(
+        name
+        for name in tensors.keys() - known
+        if name.startswith("mlp.") and not name.startswith("mlp.experts.")
+    )
+    if others:
+        raise WeightsError(
+            f"layer {layer} has {quoted(others[0])}, which this MoE block does not use "
+            f"({counted(len(others), 'tensor')} of that kind)",
+            hint="config.json and the weights are of different models, or of one that is not known",
+        )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reshard.errors import DeviceError, quoted
+from reshard.errors import DeviceError, quoted, storage_errors
 from reshard.progress import Progress
 from reshard.runtime.dtypes import item_bytes
 from reshard.runtime.share import Share, StageShare, Strip
@@ -94,7 +94,7 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._free: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()
         for _ in range(count):
-            self._free.put((torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda), None))
+            self._free.put((_host_buffer(pinned=cuda), None))
 
     @contextmanager
     def copying(self, target: Tensor) -> Iterator[Tensor]:
@@ -158,7 +158,7 @@ def _read(source: LocalSource, strip: Strip, descriptor: int, into: Tensor, scra
         source.read_into(_memory(into), descriptor, strip.file, strip.begin)
         return
     if not hasattr(scratch, "buffer"):
-        scratch.buffer = torch.empty(PIECE, dtype=torch.uint8)
+        scratch.buffer = _host_buffer(pinned=False)
     raw = scratch.buffer[: (strip.rows - 1) * strip.stride + strip.row_bytes]
     source.read_into(_memory(raw), descriptor, strip.file, strip.begin)
     # Wider elements are copied faster than bytes.
@@ -196,7 +196,7 @@ def _can_be_mapped(share: Share) -> bool:
 def _mapped(source: LocalSource, file: str) -> Tensor:
     """All bytes of a file. Pages come from the page cache, and are copied when written to."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    with source.opened(file) as descriptor:
+    with source.opened(file) as descriptor, storage_errors(source.root / file):
         mapping = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -217,6 +217,18 @@ def _buffer(nbytes: int, file: str, device: torch.device) -> Tensor:
         raise DeviceError(
             f"{quoted(file)}: {size(nbytes)} are needed for it on {device}{free}",
             hint="use a device with more memory, more stages, or a part of the experts: ep, tp",
+        ) from error
+
+
+def _host_buffer(*, pinned: bool) -> Tensor:
+    """Memory for one piece, on its way."""
+    try:
+        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:
+        kind = "pinned memory" if pinned else "memory"
+        raise DeviceError(
+            f"there is not enough {kind} on the host for another buffer of {size(PIECE)}",
+            hint="load with fewer jobs, or free some memory",
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -49,8 +48,8 @@ def fused_experts(
     """
     _check(hidden, experts, topk_ids, topk_weights)
     backend = choose_backend(hidden, experts, backend)
-    if hidden.shape[0] == 0:
-        return torch.empty_like(hidden)
+    if hidden.shape[0] == 0 or experts.num_local_experts == 0:
+        return torch.zeros_like(hidden)
     hidden = hidden.contiguous()
     if backend == "triton":
         from reshard.runtime.fused.launch import triton_experts
@@ -67,9 +66,7 @@ def choose_backend(hidden: Tensor, experts: ExpertWeights, backend: Backend) -> 
     """
     require_backend(backend)
     if backend == "auto":
-        # Kernels on the CPU are for tests: they would be interpreted.
-        cuda = hidden.device.type == "cuda"
-        without_triton = triton_refusal(hidden, experts) if cuda else "the kernels need CUDA"
+        without_triton = triton_refusal(hidden, experts)
         if without_triton is None:
             return "triton"
         without_grouped = grouped_refusal(hidden, experts)
@@ -102,6 +99,8 @@ def _say_once(message: str) -> None:
 
 def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
     """Why reshard's kernels cannot run; None if they can."""
+    if hidden.device.type != "cuda":
+        return "the kernels need CUDA"
     if not _triton_is_installed():
         return "triton is not installed (pip install 'reshard[cuda]')"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -110,13 +109,10 @@ def triton_refusal(hidden: Tensor, experts: ExpertWeights) -> str | None:
         return f"FP8 scales for {experts.block[1]} columns each are not for these kernels"
     if experts.block is None and hidden.dtype != experts.w13.dtype:
         return f"hidden states are {hidden.dtype}, weights {experts.w13.dtype}"
-    if hidden.device.type == "cuda":
-        needed = (8, 0) if experts.block is None else (8, 9)
-        capability = torch.cuda.get_device_capability(hidden.device)
-        if capability < needed:
-            return f"compute capability {needed[0]}.{needed[1]} is needed, {capability} is here"
-    elif os.environ.get("TRITON_INTERPRET") != "1":
-        return "the kernels need CUDA"
+    needed = (8, 0) if experts.block is None else (8, 9)
+    capability = torch.cuda.get_device_capability(hidden.device)
+    if capability < needed:
+        return f"compute capability {needed[0]}.{needed[1]} is needed, {capability} is here"
     return None
 
 

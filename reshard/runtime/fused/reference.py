@@ -51,5 +51,6 @@ def dequantised(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
     """Each block of a matrix times its scale; the last one of a row or column may be smaller."""
     scale = scale.to(weight.dtype)
     for axis in (0, 1):
-        scale = scale.repeat_interleave(block[axis], axis).narrow(axis, 0, weight.shape[axis])
+        size = weight.shape[axis]
+        scale = scale.repeat_interleave(min(block[axis], size), axis).narrow(axis, 0, size)
     return weight * scale

@@ -174,8 +174,7 @@ def _rows(begin, end, sorted_slots, BLOCK_M: tl.constexpr, SORTED: tl.constexpr)
 def _to_fp8(a):
     """Rows of one group each as FP8 (e4m3), and what they have to be multiplied with."""
     a = a.to(tl.float32)
-    largest = tl.max(tl.abs(a), 1)
-    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    scale = tl.maximum(tl.max(tl.abs(a), 1), 1e-30) / 448.0
     return (a / scale[:, None]).to(tl.float8e4nv), scale
 
 
