@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -372,10 +370,10 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """The error says which file, and how much it needs."""
     stage = make_set(tmp_path, layers=2) / "stage-01-of-02"
 
-    def full(*_: object, **__: object) -> mmap.mmap:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(mmap, "mmap", full)
+    monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(DeviceError, match=r"safetensors: .* are needed for it on cpu") as caught:
         load_stage(stage, device="cpu", mmap=False)
     assert "ep, tp" in (caught.value.hint or "")

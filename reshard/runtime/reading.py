@@ -202,15 +202,10 @@ def _mapped(source: LocalSource, file: str) -> Tensor:
 
 
 def _buffer(nbytes: int, file: str, device: torch.device) -> Tensor:
-    """Memory for what is read of a file; on the host in huge pages, which come into being faster."""
+    """Memory for what is read of a file."""
     try:
-        if device.type != "cpu" or nbytes == 0:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-    except (RuntimeError, OSError) as error:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
         free = ""
         if device.type == "cuda":
             free = f", {size(torch.cuda.mem_get_info(device)[0])} are free"
