@@ -74,7 +74,7 @@ def load_stage(
     `UsageError` for arguments that do not fit; `WeightsError` for weights that torch cannot hold, or
     `tp` cannot divide; `DeviceError`, `HubError`, `StorageError`, `SourceChangedError`.
     """
-    ep_part, tp_part = _rank("ep", ep), _rank("tp", tp)
+    ep_rank, tp_rank = _rank("ep", ep), _rank("tp", tp)
     where = _device(device)
     bundle = BundleSet.open(path_or_repo)
     stage = _choose_stage(bundle, stage, pp_size)
@@ -91,8 +91,8 @@ def load_stage(
     components = _check_headers(bundle, stage, model)
     if verify:
         _verify_data(bundle, source, stage, jobs, reports)
-    moe_config = MoeConfig.from_json(config, model) if tp_part.size > 1 else None
-    share = plan_share(components.values(), ep_part, tp_part, moe_config)
+    moe_config = MoeConfig.from_json(config, model) if tp_rank.size > 1 else None
+    share = plan_share(components.values(), ep_rank, tp_rank, moe_config)
     reports.start("load", sum(part.nbytes for part in share.shares))
     data = read_shares(
         source,
@@ -120,8 +120,8 @@ def load_stage(
         config=config,
         model=model,
         device=where,
-        ep=ep_part,
-        tp=tp_part,
+        ep=ep_rank,
+        tp=tp_rank,
         tensors=tensors,
         experts=Experts(makers, partial(require_layer, bundle.manifest, stage)),
     )

@@ -16,6 +16,8 @@ from reshard.runtime.fused.reference import dequantised
 from reshard.runtime.weights import StageWeights
 from reshard.units import counted
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def route(hidden: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights: topk_ids `[T, k]` int64, topk_weights float32.
@@ -126,25 +128,18 @@ def _weight(
             f"layer {layer}: {name}.weight {found}; config.json makes it {shape}",
             hint="the weights and config.json are of different models, or stored in another format",
         )
-    if scale is None and weight.dtype.is_floating_point and weight.dtype.itemsize >= 2:
+    if scale is None and weight.dtype in _FLOATS:
         return weight
-    blocks = tuple(-(-size // n) for size, n in zip(shape, block, strict=True)) if block else None
-    fp8 = scale is not None and weight.dtype == torch.float8_e4m3fn
-    if block is None or scale is None or not fp8 or scale.shape != blocks or not _is_scale(scale):
-        stored = (
-            f"{weight.dtype}"
-            if scale is None
-            else (f"{weight.dtype} with {tuple(scale.shape)} scales of {scale.dtype}")
-        )
-        raise WeightsError(
-            f"layer {layer}: {name}.weight is stored as {stored}, which the forward cannot run",
-            hint="it takes BF16, F16, F32, F64, and FP8 with scales for the blocks of config.json",
-        )
-    return dequantised(weight.float(), scale, block).to(torch.bfloat16)
-
-
-def _is_scale(scale: Tensor) -> bool:
-    return scale.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if scale is not None and block is not None and weight.dtype == torch.float8_e4m3fn:
+        blocks = tuple(-(-size // n) for size, n in zip(shape, block, strict=True))
+        if scale.shape == blocks and scale.dtype in _FLOATS:
+            return dequantised(weight.float(), scale, block).to(torch.bfloat16)
+    scales = "" if scale is None else f" with {tuple(scale.shape)} scales of {scale.dtype}"
+    raise WeightsError(
+        f"layer {layer}: {name}.weight is stored as {weight.dtype}{scales}, which the forward cannot "
+        "run",
+        hint="it takes BF16, F16, F32, F64, and FP8 with scales for the blocks of config.json",
+    )
 
 
 def _check_names(tensors: Mapping[str, Tensor], layer: int, *, shared: bool) -> None:
