@@ -173,14 +173,25 @@ def _read_bundle(bundle: BundleSet, config: ModelConfig) -> Shards:
     for name, path in bundle.locate().items():
         header = bundle.header(path, records[name])
         shards.headers.append(header)
+        check_component(header, records[name].component, config)
         for tensor in header.tensors:
-            if component_of(tensor.name, config) != records[name].component:
-                raise BundleError(
-                    f"{quoted(path)} holds {quoted(tensor.name)}, which does not belong there",
-                    hint="the set was not written by reshard, or config.json was changed",
-                )
             shards.add(tensor)
     return shards
+
+
+def check_component(header: SafetensorsHeader, component: Component, config: ModelConfig) -> None:
+    """Raise `BundleError` unless all tensors of a bundle's file belong to its component."""
+    for tensor in header.tensors:
+        if component_of(tensor.name, config) != component:
+            raise foreign_file(header.file, f"{quoted(tensor.name)}, which does not belong there")
+
+
+def foreign_file(path: str, held: str) -> BundleError:
+    """The error for a file of a bundle that holds what reshard would not have written."""
+    return BundleError(
+        f"{quoted(path)} holds {held}",
+        hint="the set was not written by reshard, or config.json was changed",
+    )
 
 
 def _by_component(shards: Shards, config: ModelConfig) -> dict[Component, tuple[TensorInfo, ...]]:

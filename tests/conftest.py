@@ -83,6 +83,17 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For small tensors: threads would only wait for each other, long on a busy machine."""
+    import torch  # most tests have no use for it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
     """A Hub on loopback, empty."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,13 +56,7 @@ LIMITS: dict[tuple[Backend, torch.dtype], float] = {
 BOTH = pytest.mark.parametrize("backend", ["reference", "grouped"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For tensors this small, threads only wait for each other, long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the definition -------------------------------------------------------------------------------

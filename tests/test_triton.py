@@ -6,7 +6,7 @@ make of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -68,12 +68,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreter() -> Iterator[None]:
+def interpreter(one_thread: None) -> None:
     correct_interpreter()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tile(block_m: int = 16, block_n: int = 64, block_k: int = 32) -> Tiles:

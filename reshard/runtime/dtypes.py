@@ -24,8 +24,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 """As the safetensors library maps them. F4 has two elements in one of torch's."""
 
 
-def torch_dtype(dtype: str, shape: tuple[int, ...], name: str) -> torch.dtype:
-    """The torch dtype of the tensor `name`. Raises `WeightsError` where torch cannot hold it."""
+def require_torch_dtype(dtype: str, shape: tuple[int, ...], name: str) -> None:
+    """Raise `WeightsError` unless torch can hold the tensor `name`, of this dtype and shape."""
     odd = dtype == "F4" and shape[-1] % 2 == 1
     vast = prod(max(1, size) for size in shape) >= 2**59  # beside a 0, a header may say anything
     if dtype not in TORCH_DTYPES or odd or vast:
@@ -36,7 +36,6 @@ def torch_dtype(dtype: str, shape: tuple[int, ...], name: str) -> torch.dtype:
             f"tensor {quoted(name)} has dtype {what}, which torch cannot hold",
             hint="the stage can be split, merged and served by engines that know it",
         )
-    return TORCH_DTYPES[dtype]
 
 
 def item_bytes(dtype: str) -> int:

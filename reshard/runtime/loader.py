@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reshard.bundle import BundleSet, stage_directory
-from reshard.checkpoint import model_config, read_config_json
+from reshard.checkpoint import check_component, foreign_file, model_config, read_config_json
 from reshard.config import ModelConfig
 from reshard.errors import (
     BundleError,
@@ -26,11 +26,11 @@ from reshard.header import TensorInfo
 from reshard.hub_source import load_hub
 from reshard.journal import open_own
 from reshard.manifest import MANIFEST_NAME, FileRecord
-from reshard.names import Component, component_of, parse_expert
+from reshard.names import Component, parse_expert
 from reshard.progress import Progress, Silent
 from reshard.pull import pull
 from reshard.runtime.config import MoeConfig
-from reshard.runtime.dtypes import as_tensor, torch_dtype
+from reshard.runtime.dtypes import as_tensor, require_torch_dtype
 from reshard.runtime.expert_layout import Key
 from reshard.runtime.experts import ExpertWeights, expert_weights
 from reshard.runtime.reading import read_shares
@@ -93,7 +93,6 @@ def load_stage(
         _verify_data(bundle, source, stage, jobs, reports)
     moe_config = MoeConfig.from_json(config, model) if tp_rank.size > 1 else None
     share = plan_share(components.values(), ep_rank, tp_rank, moe_config)
-    reports.start("load", sum(part.nbytes for part in share.shares))
     data = read_shares(
         source,
         share,
@@ -200,10 +199,11 @@ def _pull_stage(
     lock = directory.with_suffix(".lock")
     damaged = f"what is cached may be damaged: remove {quoted(str(directory))}, then try again"
     try:
-        if _holds(directory, stage, bundle):
-            return BundleSet.open(directory)
+        there = _pulled(directory, stage, bundle)
     except BundleError as error:
         raise BundleError(error.message, hint=damaged) from None
+    if there is not None:
+        return there
     try:
         with storage_errors(lock), open_own(lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -213,12 +213,13 @@ def _pull_stage(
     return BundleSet.open(directory)
 
 
-def _holds(directory: Path, stage: int, bundle: BundleSet) -> bool:
-    """Whether the stage was pulled to a directory before, whole."""
+def _pulled(directory: Path, stage: int, bundle: BundleSet) -> BundleSet | None:
+    """The stage, if it was pulled to a directory before, whole."""
     if not (directory / MANIFEST_NAME).exists():
-        return False
+        return None
     there = BundleSet.open(directory)
-    return there.manifest.set_id == bundle.manifest.set_id and stage in there.intact_stages()
+    whole = there.manifest.set_id == bundle.manifest.set_id and stage in there.intact_stages()
+    return there if whole else None
 
 
 def _check_config(bundle: BundleSet) -> None:
@@ -240,28 +241,16 @@ def _check_headers(
     for record in bundle.manifest.stages[stage].files:
         path = bundle.path_of(stage, record.name)
         header = bundle.header(path, record)
+        check_component(header, record.component, model)
         for tensor in header.tensors:
-            torch_dtype(tensor.dtype, tensor.shape, tensor.name)
-            if component_of(tensor.name, model) != record.component:
-                raise _foreign_error(
-                    path, f"holds {quoted(tensor.name)}, which does not belong there"
-                )
+            require_torch_dtype(tensor.dtype, tensor.shape, tensor.name)
             if tensor.name in owner:
-                raise _foreign_error(
-                    path, f"holds {quoted(tensor.name)}, as {owner[tensor.name]} does"
-                )
+                raise foreign_file(path, f"{quoted(tensor.name)}, as {owner[tensor.name]} does")
             owner[tensor.name] = quoted(path)
         if len(header.tensors) != record.tensors:
-            raise _foreign_error(path, f"holds {len(header.tensors)} tensors, not {record.tensors}")
+            raise foreign_file(path, f"{len(header.tensors)} tensors, not {record.tensors}")
         components.setdefault(record.component, []).extend(header.tensors)
     return components
-
-
-def _foreign_error(path: str, what: str) -> BundleError:
-    return BundleError(
-        f"{quoted(path)} {what}",
-        hint="the set was not written by reshard, or config.json was changed",
-    )
 
 
 def _verify_data(
@@ -298,7 +287,6 @@ def _makers(
     config: Callable[[], MoeConfig],
 ) -> dict[int, Callable[[], ExpertWeights]]:
     """How to make the experts of each sparse layer among `layers`."""
-
     of_modules = share.of_modules()
 
     def make(module: str) -> ExpertWeights:

@@ -68,6 +68,7 @@ def read_shares(
         for whole in part.strips
         for strip in _pieces(whole)
     ]
+    progress.start("load", sum(piece.strip.nbytes for piece in pieces))
     staging = Staging(device, 2 * jobs) if device.type != "cpu" else None
     fill(source, pieces, staging, jobs, progress)
     begins = [part.at if part.file in read else part.strips[0].begin for part in share.shares]
